@@ -1,0 +1,1 @@
+"""Kernels: each file holds a reference that says what is right, its backward, and later the fast path."""

@@ -1,0 +1,1 @@
+"""Layers: linear with its three GEMMs, rotary embedding, attention over packed sequences."""

@@ -1,0 +1,236 @@
+"""A linear layer in FP8: FP32 master, one quantisation of it per optimiser step, three GEMMs.
+
+    FProp   Y = X W^T      training, old logprobs, prefill and decode: the same bytes, the same function
+    DGrad  dX = dY W       straight through the quantisers
+    WGrad  dW = dY^T X     X as it was saved, in FP8; accumulates into the FP32 master
+
+`FP8Linear` owns the bytes. Fused projections (q, k, v; gate, up) are one weight whose blocks restart at each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.kernels.gemm import Operand, QuantizedMatrix, gemm, grid_operand, quantize_matrix, split_edges
+from octavo.numerics.fp8 import E4M3, E4M3_MAX, PER_TENSOR, QuantBlock, block_amax, scale_from_amax
+from octavo.numerics.recipe import Recipe
+
+WGRAD_TOKEN_MULTIPLE = 128
+"""Token counts are padded with zeros to a multiple of this for WGrad."""
+
+
+class FP8Linear(nn.Module):
+    """y = x W^T + bias under a recipe.
+
+    Args:
+        in_features: K.
+        projections: {name: width} of the fused projections, in order; their widths sum to N.
+        bias: whether there is a bias [N].
+        recipe: the precision flow. The layer stays in high precision when `recipe.keep_bf16` names it.
+        path: dotted name of the parent module, for `keep_bf16` and messages.
+
+    Raises:
+        ValueError: `keep_bf16` names only some of the fused projections.
+    """
+
+    def __init__(self, in_features: int, projections: dict[str, int], *, bias: bool, recipe: Recipe, path: str) -> None:
+        super().__init__()
+        self.in_features, self.projections, self.recipe = in_features, projections, recipe
+        self.splits = list(projections.values())
+        kept = [recipe.keeps_bf16(f"{path}.{name}") for name in projections]
+        if any(kept) and not all(kept):
+            raise ValueError(
+                f"recipe.keep_bf16 keeps only part of the fused projections {list(projections)} of {path}; "
+                f"name all of them or none"
+            )
+        self.quantized = recipe.quantizes and not all(kept)
+        shape = (sum(self.splits), in_features)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
+        self._dtype = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[recipe.high_precision])
+        self._weights: dict[str, QuantizedMatrix] = {}
+        self._operands: dict[str, tuple[int, Operand]] = {}
+        if self.quantized:
+            self._allocate("weight_q", recipe.fprop.right)
+            if recipe.dgrad.right != recipe.fprop.right:
+                self._allocate("dgrad_q", recipe.dgrad.right)
+        else:
+            self.register_buffer("weight_hp", torch.empty(shape, dtype=self._dtype), persistent=False)
+        self.register_buffer("bias_hp", torch.empty(shape[0], dtype=self._dtype) if bias else None, persistent=False)
+        if recipe.static_activation_scale:
+            self.register_buffer("activation_scale", torch.full((1, 1), torch.nan), persistent=False)
+            self.register_buffer("activation_amax", torch.zeros(1, 1), persistent=False)
+            self.register_buffer("saturation_counts", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    def _allocate(self, name: str, quant_block: QuantBlock | None) -> None:
+        """E4M3 bytes and scales of the weight under one block shape, written in place at every re-quantisation."""
+        assert quant_block is not None, name
+        empty = torch.zeros(self.weight.shape)
+        layout = quantize_matrix(empty, quant_block, row_splits=self.splits)
+        self.register_buffer(name, torch.empty(self.weight.shape, dtype=E4M3), persistent=False)
+        self.register_buffer(f"{name}_scale", torch.empty(layout.scale.shape), persistent=False)
+
+    @torch.no_grad()
+    def requantize_(self) -> None:
+        """Rewrite the FP8 bytes, scales and BF16 copies from the master, in place."""
+        if not self.quantized:
+            self.weight_hp.copy_(self.weight)
+        else:
+            pairs = {"weight_q": self.recipe.fprop.right, "dgrad_q": self.recipe.dgrad.right}
+            for name, quant_block in pairs.items():
+                if name in self._buffers and quant_block is not None:
+                    new = quantize_matrix(self.weight, quant_block, self.recipe.scale_rounding, row_splits=self.splits)
+                    getattr(self, name).copy_(new.q)
+                    getattr(self, f"{name}_scale").copy_(new.scale)
+        if self.bias is not None:
+            self.bias_hp.copy_(self.bias)
+
+    @torch.no_grad()
+    def freeze_activation_scale_(self) -> None:
+        """Set the static activation scale from the amax seen since the last call, times the recipe's margin."""
+        amax = self.activation_amax * self.recipe.amax_margin
+        self.activation_scale.copy_(scale_from_amax(amax, self.recipe.scale_rounding))
+        self.activation_amax.zero_()
+        self.saturation_counts.zero_()
+
+    def forward(self, x: Tensor, *, shadow: bool = False) -> Tensor:
+        """x [T, K] -> [T, N] in the high-precision format.
+
+        Args:
+            x: bf16 (fp32 under the fp32 recipe).
+            shadow: multiply the high-precision weight cast from the master instead: the BF16 reference of every FP8
+                diagnosis. Carries no gradient.
+        """
+        if shadow:
+            return self._round(gemm(grid_operand(x), grid_operand(self.weight.to(self._dtype))), cast_bias=True)
+        return _Linear.apply(x, self.weight, self.bias, self)
+
+    # What follows is called by the autograd function.
+
+    def fprop(self, x: Tensor) -> Tensor:
+        """Y = X W^T + bias, rounded once."""
+        return self._round(gemm(self._activation_operand(x), self.weight_operand("fprop")))
+
+    def dgrad(self, grad_y: Tensor) -> Tensor:
+        """dX = dY W, rounded once to the dtype of dY."""
+        recipe = self.recipe.dgrad
+        if not self.quantized or recipe.left is None:
+            return (grad_y.float() @ self.weight_hp.float()).to(grad_y.dtype)
+        left = quantize_matrix(grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits)
+        return gemm(left.operand(), self.weight_operand("dgrad")).float().to(grad_y.dtype)
+
+    def wgrad(self, grad_y: Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
+        """dW [N, K] fp32 = dY^T X, tokens in blocks of 128."""
+        recipe = self.recipe.wgrad
+        if not self.quantized or recipe.left is None or recipe.right is None:
+            assert isinstance(saved_x, Tensor)
+            return grad_y.float().T @ saved_x.float()
+        if isinstance(saved_x, Tensor):
+            saved_x = quantize_matrix(pad_tokens(saved_x), recipe.right, self.recipe.scale_rounding)
+        left = quantize_matrix(pad_tokens(grad_y), recipe.left, self.recipe.scale_rounding, column_splits=self.splits)
+        return gemm(left.T.operand(), saved_x.T.operand()).float()
+
+    def save_activation(self, x: Tensor) -> QuantizedMatrix | Tensor:
+        """X in the layout and format that WGrad multiplies."""
+        right = self.recipe.wgrad.right
+        if self.quantized and right is not None and self.recipe.saved_activations == "fp8":
+            return quantize_matrix(pad_tokens(x), right, self.recipe.scale_rounding)
+        return x
+
+    def saturated(self, x: Tensor) -> Tensor | None:
+        """[T, K] bool where a static scale clips X, whose gradient is 0 there; None under dynamic scales."""
+        if not (self.quantized and self.recipe.static_activation_scale):
+            return None
+        return self._beyond_scale(x)
+
+    def weight_operand(self, role: str) -> Operand:
+        """The weight prepared for FProp or DGrad; prepared anew only after its bytes or scales changed."""
+        quantized_as = "dgrad_q" if role == "dgrad" and "dgrad_q" in self._buffers else "weight_q"
+        source = getattr(self, quantized_as if self.quantized else "weight_hp")
+        version = source._version + (getattr(self, f"{quantized_as}_scale")._version if self.quantized else 0)
+        if role not in self._operands or self._operands[role][0] != version:
+            self._operands[role] = (version, self._prepare(role, quantized_as))
+        return self._operands[role][1]
+
+    def _prepare(self, role: str, quantized_as: str) -> Operand:
+        if not self.quantized:
+            return grid_operand(self.weight_hp)
+        weight = self.quantized_weight(quantized_as)
+        if role == "dgrad":
+            return weight.T.operand()
+        if self.recipe.fprop.left is None:  # FP8 weight, BF16 activation: multiply bf16(q * scale)
+            return grid_operand(weight.dequantize().to(self._dtype))
+        return weight.operand()
+
+    def quantized_weight(self, name: str = "weight_q") -> QuantizedMatrix:
+        """The FP8 bytes and scales that rollout and training multiply."""
+        quant_block = self.recipe.dgrad.right if name == "dgrad_q" else self.recipe.fprop.right
+        assert quant_block is not None
+        return QuantizedMatrix(
+            getattr(self, name),
+            getattr(self, f"{name}_scale"),
+            split_edges(self.splits, quant_block[0]),
+            split_edges([self.in_features], quant_block[1]),
+        )
+
+    def _activation_operand(self, x: Tensor) -> Operand:
+        left = self.recipe.fprop.left
+        if not self.quantized or left is None:
+            return grid_operand(x)
+        scale = None
+        if self.recipe.static_activation_scale:
+            self.activation_amax.copy_(torch.maximum(self.activation_amax, block_amax(x, PER_TENSOR)))
+            if torch.isnan(self.activation_scale).all():  # the very first batch calibrates itself
+                self.freeze_activation_scale_()
+            scale = self.activation_scale
+            self.saturation_counts += torch.stack([self._beyond_scale(x).sum(), torch.tensor(x.numel())])
+        return quantize_matrix(x, left, self.recipe.scale_rounding, scale=scale).operand()
+
+    def _beyond_scale(self, x: Tensor) -> Tensor:
+        return x.float().abs() > E4M3_MAX * self.activation_scale
+
+    def _round(self, y: Tensor, cast_bias: bool = False) -> Tensor:
+        """Add the bias, then round the FP32 sum to the activation format."""
+        if self.bias is not None:
+            y = y + (self.bias.to(self._dtype) if cast_bias else self.bias_hp)
+        return y.float().to(self._dtype)
+
+    def extra_repr(self) -> str:
+        precision = self.recipe.name if self.quantized else self.recipe.high_precision
+        return f"{self.in_features} -> {self.projections}, bias={self.bias is not None}, {precision}"
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FP8Linear) -> Tensor:
+        ctx.layer, ctx.saved_x, ctx.saturated = layer, None, None
+        if ctx.needs_input_grad[1]:
+            ctx.saved_x = layer.save_activation(x)
+        if ctx.needs_input_grad[0]:
+            ctx.saturated = layer.saturated(x)
+        return layer.fprop(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        grad_y, layer = grads[0], ctx.layer
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = layer.dgrad(grad_y) if needs_x else None
+        if grad_x is not None and ctx.saturated is not None:
+            grad_x = grad_x.masked_fill(ctx.saturated, 0.0)
+        grad_weight = layer.wgrad(grad_y, ctx.saved_x) if needs_weight else None
+        grad_bias = grad_y.float().sum(dim=0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+
+def pad_tokens(x: Tensor) -> Tensor:
+    """[T, K] -> [ceil(T / 128) * 128, K], zeros at the end."""
+    return nn.functional.pad(x, (0, 0, 0, -len(x) % WGRAD_TOKEN_MULTIPLE))
+
+
+def quantized_layers(module: nn.Module) -> Sequence[FP8Linear]:
+    """All FP8Linear layers inside a module."""
+    return [layer for layer in module.modules() if isinstance(layer, FP8Linear)]

@@ -1,0 +1,165 @@
+"""Hugging Face folders in and out: sharded safetensors, fused projections split and joined by name.
+
+Names on disk are transformers' (`model.layers.0.self_attn.q_proj.weight`); in memory q, k, v and gate, up are fused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from octavo.models.config import read_config
+from octavo.models.decoder import Decoder
+from octavo.numerics.recipe import Recipe
+
+KEPT_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json", "vocab*", "merges.txt")
+
+
+def load_decoder(
+    path: str | Path,
+    recipe: Recipe,
+    *,
+    max_tokens: int | None = None,
+    dither_seed: int | None = None,
+    device: str | torch.device = "cpu",
+) -> Decoder:
+    """Read a model, fill the masters in FP32 and quantise them.
+
+    Args:
+        path: Hugging Face folder or hub id.
+        recipe: the precision flow.
+        max_tokens: longest sequence that will be run; default the model's own limit.
+        dither_seed: if given, move each master at random inside the interval that rounds to its BF16 value, so that
+            weights do not sit on FP8 rounding ties together (`dither_masters`).
+        device: where the decoder lives.
+
+    Raises:
+        ValueError: the folder is missing, incomplete, damaged, or not a supported model.
+    """
+    config, hf_config = read_config(path)
+    decoder = Decoder(config, hf_config, recipe, max_tokens=max_tokens)
+    folder = _folder(path)
+    missing = dict(_tensors(decoder))
+    for name, tensor in _read_tensors(folder):
+        target = missing.pop(name, None)
+        if target is None:
+            if name == "lm_head.weight" and config.tied_embeddings or name.endswith("rotary_emb.inv_freq"):
+                continue
+            raise ValueError(f"{folder} holds {name!r}, which a {config.family} decoder of this config does not have")
+        if tensor.shape != target.shape or not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise ValueError(
+                f"{folder}: {name} is {tensor.dtype} {tuple(tensor.shape)}; the config wants a BF16, FP16 or FP32 "
+                f"tensor {tuple(target.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(tensor)
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors, first {next(iter(missing))!r}: the folder is incomplete")
+    if dither_seed is not None:
+        dither_masters_(decoder, dither_seed)
+    decoder.to(device)
+    decoder.requantize_()
+    return decoder
+
+
+def save_decoder(decoder: Decoder, path: str | Path, source: str | Path, max_shard_size: str = "5GB") -> None:
+    """Write a BF16 Hugging Face folder, whole or not at all, with the tokenizer files of `source`.
+
+    Args:
+        decoder: its masters are rounded to BF16 (kept in FP32 under the fp32 recipe).
+        path: folder to make; replaced if it exists.
+        source: folder or hub id that the model came from.
+        max_shard_size: of one safetensors file, "5GB".
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    state = {name: tensor.detach().to("cpu", decoder.dtype).contiguous() for name, tensor in _tensors(decoder)}
+    split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+    for filename, names in split.filename_to_tensors.items():
+        save_file({name: state[name] for name in names}, partial / filename, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    hf_config = copy.deepcopy(decoder.hf_config)
+    hf_config.dtype = decoder.dtype
+    hf_config.save_pretrained(partial)
+    folder = _folder(source)
+    for pattern in KEPT_FILES:
+        for file in folder.glob(pattern):
+            shutil.copy2(file, partial / file.name)
+    shutil.rmtree(path, ignore_errors=True)
+    partial.rename(path)
+
+
+@torch.no_grad()
+def dither_masters_(decoder: Decoder, seed: int) -> None:
+    """Move each linear's master at random inside the interval of FP32 values that round to the same BF16 value."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in _tensors(decoder):
+        if not name.endswith("_proj.weight"):
+            continue
+        bf16 = tensor.bfloat16()
+        step = torch.exp2(torch.floor(torch.log2(bf16.float().abs().clamp(min=2.0**-126))) - 7)  # BF16 spacing
+        noise = torch.rand(tensor.shape, generator=generator) - 0.5
+        moved = bf16.float() + noise * step
+        tensor.copy_(torch.where(moved.bfloat16() == bf16, moved, bf16.float()))
+
+
+def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(name on disk, master or the view of it) of every parameter."""
+    yield "model.embed_tokens.weight", decoder.embed_tokens.data
+    for index, block in enumerate(decoder.layers):
+        prefix = f"model.layers.{index}"
+        fused = {
+            "self_attn": [block.qkv_proj, block.o_proj],
+            "mlp": [block.gate_up_proj, block.down_proj],
+        }
+        for parent, linears in fused.items():
+            for linear in linears:
+                for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+                    if parameter is not None:
+                        for name, part in zip(linear.projections, parameter.data.split(linear.splits), strict=True):
+                            yield f"{prefix}.{parent}.{name}.{kind}", part
+        yield f"{prefix}.input_layernorm.weight", block.input_norm.weight.data
+        yield f"{prefix}.post_attention_layernorm.weight", block.post_norm.weight.data
+        if block.q_norm is not None:
+            yield f"{prefix}.self_attn.q_norm.weight", block.q_norm.weight.data
+            yield f"{prefix}.self_attn.k_norm.weight", block.k_norm.weight.data
+    yield "model.norm.weight", decoder.norm.weight.data
+    if decoder.lm_head is not None:
+        yield "lm_head.weight", decoder.lm_head.data
+
+
+def _folder(path: str | Path) -> Path:
+    """A local folder as it is, a hub id downloaded."""
+    if Path(path).is_dir():
+        return Path(path)
+    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has no *.safetensors file; convert the weights to safetensors first")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for name in reader.keys():
+                    yield name, reader.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,204 @@
+"""The one dense decoder: training, old logprobs, prefill and decode all run this file.
+
+    h = embed(tokens)
+    h = h + o_proj(attention(rotary(qk_norm(qkv_proj(norm(h))))))     each block
+    h = h + down_proj(swiglu(gate_up_proj(norm(h))))
+    logprobs(norm(h), tokens)                                         lm_head in BF16, logits in FP32
+
+Activations between layers are BF16 (FP32 under the fp32 recipe), tokens are packed: [T], no padding. Where keys and
+values live is the caller's business (`AttentionContext`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from octavo.kernels.gemm import Operand, grid_operand
+from octavo.kernels.logprobs import logits_from_hidden, token_logprobs
+from octavo.kernels.norm import rms_norm
+from octavo.kernels.swiglu import swiglu
+from octavo.layers.attention import AttentionContext
+from octavo.layers.linear import FP8Linear, quantized_layers
+from octavo.layers.rotary import rotary_table, rotate
+from octavo.models.config import DecoderConfig
+from octavo.numerics.recipe import Recipe, names_module
+
+
+class Norm(nn.Module):
+    """RMSNorm with an FP32 gain [D]."""
+
+    def __init__(self, width: int, norm_eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.norm_eps = norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D], same dtype."""
+        return rms_norm(x, self.weight, self.norm_eps)
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: DecoderConfig, recipe: Recipe, index: int) -> None:
+        super().__init__()
+        D, F, H, Hkv, Dh = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        self.index, self.num_heads, self.num_kv_heads, self.head_dim = index, H, Hkv, Dh
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        self.input_norm = Norm(D, config.norm_eps)
+        self.qkv_proj = FP8Linear(
+            D,
+            {"q_proj": H * Dh, "k_proj": Hkv * Dh, "v_proj": Hkv * Dh},
+            bias=config.qkv_bias,
+            recipe=recipe,
+            path=attention,
+        )
+        self.q_norm = Norm(Dh, config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(Dh, config.norm_eps) if config.qk_norm else None
+        self.o_proj = FP8Linear(H * Dh, {"o_proj": D}, bias=False, recipe=recipe, path=attention)
+        self.post_norm = Norm(D, config.norm_eps)
+        self.gate_up_proj = FP8Linear(D, {"gate_proj": F, "up_proj": F}, bias=False, recipe=recipe, path=mlp)
+        self.down_proj = FP8Linear(F, {"down_proj": D}, bias=False, recipe=recipe, path=mlp)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, shadow: bool) -> Tensor:
+        """h [T, D] -> [T, D]; cos and sin [T, Dh / 2] of each token's position."""
+        qkv = self.qkv_proj(self.input_norm(h), shadow=shadow)
+        q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in qkv.split(self.qkv_proj.splits, dim=1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = context.attend(self.index, q, k, v, self.head_dim**-0.5)
+        h = h + self.o_proj(out.flatten(1), shadow=shadow)
+        return h + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(h), shadow=shadow)), shadow=shadow)
+
+
+class Decoder(nn.Module):
+    """A dense decoder whose parameters are FP32 masters and whose forward reads the recipe's bytes.
+
+    Args:
+        config: the shape.
+        hf_config: the transformers config, for rope parameters and for writing the model back.
+        recipe: the precision flow.
+        max_tokens: longest sequence that will be run; the rotary table is made once, for this length.
+
+    Raises:
+        ValueError: `keep_bf16` names a module that does not exist, max_tokens is beyond the model's positions.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, *, max_tokens: int | None = None
+    ) -> None:
+        super().__init__()
+        max_tokens = max_tokens or config.max_positions
+        if max_tokens > config.max_positions:
+            raise ValueError(
+                f"sequences of up to {max_tokens} tokens were asked for, but the model has "
+                f"{config.max_positions} positions; lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
+            )
+        self.config, self.hf_config, self.recipe, self.max_tokens = config, hf_config, recipe, max_tokens
+        self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.high_precision]
+        self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(Block(config, recipe, index) for index in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, config.norm_eps)
+        self.lm_head = None if config.tied_embeddings else nn.Parameter(torch.empty_like(self.embed_tokens))
+        self.register_buffer("embed_hp", torch.empty_like(self.embed_tokens, dtype=self.dtype), persistent=False)
+        if self.lm_head is not None:
+            self.register_buffer("lm_head_hp", torch.empty_like(self.embed_hp), persistent=False)
+        cos, sin = rotary_table(hf_config, config.head_dim, max_tokens)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._head: tuple[int, Operand] | None = None
+        self._check_patterns()
+
+    def _check_patterns(self) -> None:
+        """Every `keep_bf16` pattern must name something, or a typing error would quietly quantise a layer."""
+        names = ["lm_head", "model.embed_tokens"]
+        for index in range(self.config.num_layers):
+            names += [f"model.layers.{index}.self_attn.{x}_proj" for x in "qkvo"]
+            names += [f"model.layers.{index}.mlp.{x}_proj" for x in ("gate", "up", "down")]
+        for pattern in self.recipe.keep_bf16:
+            if not any(names_module(pattern, name) for name in names):
+                raise ValueError(
+                    f"precision.keep_bf16 has {pattern!r}, which names no module; modules look like {names[2]!r}. "
+                    f"Patterns match whole names: 'down_proj', 'layers.0.*'"
+                )
+
+    @torch.no_grad()
+    def requantize_(self) -> None:
+        """Rewrite every byte that the forward reads from the masters, in place. Call after each optimiser step."""
+        for layer in quantized_layers(self):
+            layer.requantize_()
+        self.embed_hp.copy_(self.embed_tokens)
+        if self.lm_head is not None:
+            self.lm_head_hp.copy_(self.lm_head)
+
+    def freeze_activation_scales_(self) -> None:
+        """Start an RL step under static activation scales; nothing to do under other recipes."""
+        if self.recipe.static_activation_scale:
+            for layer in quantized_layers(self):
+                if layer.quantized and layer.activation_amax.item() > 0.0:
+                    layer.freeze_activation_scale_()
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, context: AttentionContext, *, shadow: bool = False
+    ) -> Tensor:
+        """Hidden states after the last norm.
+
+        Args:
+            tokens, positions: [T] int64; positions count from 0 within each sequence.
+            context: keeps and reads keys and values.
+            shadow: multiply BF16 weights cast from the masters (BF16 reference; no gradient).
+
+        Returns:
+            [T, D] in the high-precision format; row t predicts the token after t.
+        """
+        h = _embed(self.embed_tokens, self.embed_hp, tokens)
+        cos, sin = self.cos[positions], self.sin[positions]
+        for block in self.layers:
+            h = block(h, cos, sin, context, shadow)
+        return self.norm(h)
+
+    def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+        """[T, D] -> [T, V] fp32, divided by the temperature."""
+        return logits_from_hidden(hidden, self._head_operand(), temperature)
+
+    def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of tokens [T] given the hidden states [T, D] that predict them, and entropy; [T] fp32 each."""
+        weight = self.embed_tokens if self.lm_head is None else self.lm_head
+        return token_logprobs(hidden, weight, self._head_operand(), tokens, temperature)
+
+    def _head_operand(self) -> Operand:
+        source = self.embed_hp if self.lm_head is None else self.lm_head_hp
+        if self._head is None or self._head[0] != source._version:
+            self._head = (source._version, grid_operand(source))
+        return self._head[1]
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, master: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(tokens)
+        ctx.shape = master.shape
+        return rows[tokens]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
+        (tokens,) = ctx.saved_tensors
+        grad = torch.zeros(ctx.shape, dtype=torch.float32, device=tokens.device)
+        return grad.index_add_(0, tokens, grads[0].float()), None, None
+
+
+def _embed(master: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of the BF16 copy; the gradient goes to the FP32 master."""
+    return _Embed.apply(master, rows, tokens)

@@ -1,0 +1,1 @@
+"""Advantages, losses, mismatch and calibration: pure functions on packed tensors."""

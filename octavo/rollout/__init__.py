@@ -1,0 +1,1 @@
+"""Rollout: the in-process engine. Paged KV cache, continuous batching, seeded sampling."""

@@ -1,0 +1,175 @@
+"""The in-process engine: prompts in, completions with rollout_logprobs out.
+
+It owns no weights. It runs the trainer's decoder, so a re-quantisation after an optimiser step is the weight sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from octavo.models.decoder import Decoder
+from octavo.rollout import scheduler
+from octavo.rollout.kv_cache import KVCache, PagedAttention
+from octavo.rollout.sampler import SamplingConfig, sample
+from octavo.rollout.scheduler import PromptGroup, Scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Memory and batching of the engine; none of it changes a number in a completion."""
+
+    page_size: int = 16
+    """Tokens in a page of the KV cache."""
+    kv_cache_tokens: int = 65536
+    """Tokens that the KV cache holds, rounded down to whole pages."""
+    max_sequences: int = 256
+    """Most sequences running at once."""
+    max_prefill_tokens: int = 8192
+    """Most new tokens in one prefill step."""
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "kv_cache_tokens", "max_sequences", "max_prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.kv_cache_tokens < self.page_size:
+            raise ValueError(f"kv_cache_tokens={self.kv_cache_tokens} is less than one page of {self.page_size} tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What the policy sampled for a prompt.
+
+    Example: Completion(prompt=[5, 9], tokens=[7, 2], rollout_logprobs=[-0.1, -0.3], finish_reason="stop").
+    """
+
+    prompt: list[int]
+    """Token ids."""
+    tokens: list[int]
+    """Sampled token ids; the stop token, if one was sampled, is the last and is part of the loss."""
+    rollout_logprobs: list[float]
+    """FP32 log-probability of each sampled token, at the sampling temperature."""
+    finish_reason: str
+    """"stop": a stop token was sampled. "length": cut off at the limit (truncated)."""
+
+
+class Engine:
+    """Generates completions with the decoder's current weights.
+
+    Args:
+        decoder: shared with the trainer.
+        config: memory and batching.
+        stop_token_ids: each ends a completion.
+    """
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, stop_token_ids: Sequence[int]) -> None:
+        self.decoder, self.config, self.stop_token_ids = decoder, config, frozenset(stop_token_ids)
+        self.device = decoder.embed_tokens.device
+        self.cache = KVCache(
+            decoder.config,
+            config.kv_cache_tokens // config.page_size,
+            config.page_size,
+            decoder.recipe.kv_cache,
+            self.device,
+        )
+        self.num_preemptions = 0
+        """Of the last `generate`."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingConfig,
+        *,
+        max_completion_tokens: int,
+        group_size: int = 1,
+        seed: int = 0,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """Sample `group_size` completions of each prompt.
+
+        A completion depends on the weights, its prompt, the sampling rule, the seed and its place (prompt, group
+        member) only: not on batch order, page size, preemption, or how much fits in the cache.
+
+        Args:
+            prompts: P lists of token ids.
+            sampling: how tokens are drawn.
+            max_completion_tokens: completions are cut off at this length.
+            group_size: G.
+            seed: of the random numbers.
+            progress: called with the number of completions that have just finished.
+
+        Returns:
+            P lists of G completions.
+
+        Raises:
+            ValueError: an empty prompt, or one that cannot fit.
+        """
+        queue = Scheduler(
+            num_pages=self.cache.num_pages,
+            page_size=self.cache.page_size,
+            max_sequences=self.config.max_sequences,
+            max_prefill_tokens=self.config.max_prefill_tokens,
+        )
+        sequences = [
+            [scheduler.Sequence(p * group_size + g, group, max_completion_tokens) for g in range(group_size)]
+            for p, group in enumerate(self._groups(prompts, max_completion_tokens))
+        ]
+        for group in sequences:
+            for sequence in group:
+                queue.add(sequence)
+        while batch := queue.schedule():
+            tokens, logprobs = self._step(batch, sampling, seed)
+            queue.stored(batch)
+            num_finished = 0
+            for sequence, token, logprob in zip(batch, tokens, logprobs, strict=True):
+                sequence.completion.append(token)
+                sequence.logprobs.append(logprob)
+                if token in self.stop_token_ids or len(sequence.completion) == max_completion_tokens:
+                    queue.finish(sequence, "stop" if token in self.stop_token_ids else "length")
+                    num_finished += 1
+            if progress is not None and num_finished:
+                progress(num_finished)
+        self.num_preemptions = queue.num_preemptions
+        return [[_completion(sequence) for sequence in group] for group in sequences]
+
+    def _groups(self, prompts: Sequence[list[int]], max_completion_tokens: int) -> list[PromptGroup]:
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {index} is empty: a completion needs at least one token before it")
+            if len(prompt) + max_completion_tokens > self.decoder.max_tokens:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; with {max_completion_tokens} more it exceeds the "
+                    f"{self.decoder.max_tokens} that the decoder was made for"
+                )
+        return [PromptGroup(list(prompt)) for prompt in prompts]
+
+    def _step(
+        self, batch: list[scheduler.Sequence], sampling: SamplingConfig, seed: int
+    ) -> tuple[list[int], list[float]]:
+        """Run the new tokens of each sequence and sample its next one."""
+        new = [sequence.tokens[sequence.num_stored :] for sequence in batch]
+        num_pages = max(len(sequence.pages) for sequence in batch)
+        page_table = torch.tensor(
+            [sequence.pages + [0] * (num_pages - len(sequence.pages)) for sequence in batch], device=self.device
+        )
+        first_positions = [sequence.num_stored for sequence in batch]
+        context = PagedAttention(self.cache, page_table, first_positions, [len(tokens) for tokens in new])
+        packed = torch.tensor([token for tokens in new for token in tokens], device=self.device)
+        hidden = self.decoder(packed, context.positions, context)
+        last = torch.tensor([len(tokens) for tokens in new], device=self.device).cumsum(0) - 1
+        logits = self.decoder.logits(hidden[last], sampling.temperature or 1.0)
+        keys = [(seed, sequence.sequence_id, len(sequence.tokens)) for sequence in batch]
+        tokens, logprobs = sample(logits, keys, sampling)
+        return tokens.tolist(), logprobs.tolist()
+
+
+def _completion(sequence: scheduler.Sequence) -> Completion:
+    return Completion(
+        prompt=sequence.group.prompt,
+        tokens=sequence.completion,
+        rollout_logprobs=sequence.logprobs,
+        finish_reason=sequence.finish_reason,
+    )

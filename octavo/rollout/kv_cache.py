@@ -1,0 +1,141 @@
+"""Paged KV cache: keys and values of all sequences in pages of `page_size` tokens, shared by reference count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.attention import StoredKV, attend, probability_dtype, store_kv
+from octavo.models.config import DecoderConfig
+from octavo.numerics.fp8 import E4M3
+from octavo.numerics.recipe import StorageFormat
+
+
+class KVCache:
+    """Storage of every layer's keys and values.
+
+    Args:
+        config: the decoder's shape.
+        num_pages, page_size: pages, and tokens in one.
+        kv_format: "fp8" keeps E4M3 and one FP32 power-of-two scale per token and head.
+        device: where it lives.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_pages: int,
+        page_size: int,
+        kv_format: StorageFormat,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_pages, self.page_size, self.kv_format = num_pages, page_size, kv_format
+        dtype = {"fp8": E4M3, "bf16": torch.bfloat16, "fp32": torch.float32}[kv_format]
+        slots = (config.num_layers, num_pages * page_size, config.num_kv_heads)
+        self.k = torch.zeros(*slots, config.head_dim, dtype=dtype, device=device)
+        """[layers, slots, Hkv, Dh]; slot = page * page_size + offset."""
+        self.v = torch.zeros_like(self.k)
+        self.k_scale = torch.ones(slots, device=device) if kv_format == "fp8" else None
+        """[layers, slots, Hkv] fp32."""
+        self.v_scale = torch.ones(slots, device=device) if kv_format == "fp8" else None
+
+    def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store new keys and values [T, Hkv, Dh] at slots [T] of a layer."""
+        for x, values, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
+            stored = store_kv(x, self.kv_format)
+            _indexable(values)[layer, slot_mapping] = _indexable(stored.values)
+            if scales is not None and stored.scale is not None:
+                scales[layer, slot_mapping] = stored.scale
+
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K^ and V^ at slots [N, S] of a layer, [N, S, Hkv, Dh] each."""
+        k, v = (_indexable(x)[layer][slots].view(x.dtype) for x in (self.k, self.v))
+        k_scale, v_scale = (None if x is None else x[layer][slots] for x in (self.k_scale, self.v_scale))
+        return StoredKV(k, k_scale).decode(), StoredKV(v, v_scale).decode()
+
+    def bytes_per_token(self) -> int:
+        """Cache bytes that one token takes over all layers."""
+        per_slot = sum(x[:, 0].numel() * x.element_size() for x in (self.k, self.v))
+        return per_slot + sum(x[:, 0].numel() * 4 for x in (self.k_scale, self.v_scale) if x is not None)
+
+
+def _indexable(x: Tensor) -> Tensor:
+    """E4M3 as bytes: not every device indexes float8."""
+    return x.view(torch.uint8) if x.dtype == E4M3 else x
+
+
+class PagedAttention:
+    """The engine's attention context: a ragged batch of sequences, each with new tokens and a page table.
+
+    Args:
+        cache: written and read in place.
+        page_table: [N, pages] int64, pages of each sequence in order; unused entries are any valid page.
+        first_positions: position of each sequence's first new token.
+        num_new: new tokens of each sequence; they lie packed in this order.
+    """
+
+    def __init__(self, cache: KVCache, page_table: Tensor, first_positions: list[int], num_new: list[int]) -> None:
+        self.cache = cache
+        device = page_table.device
+        starts, counts = torch.tensor(first_positions, device=device), torch.tensor(num_new, device=device)
+        steps = torch.arange(int(counts.max()), device=device)
+        self.inside = steps < counts[:, None]  # [N, R]
+        packed_start = counts.cumsum(0) - counts
+        self.index = packed_start[:, None] + torch.minimum(steps, counts[:, None] - 1)  # padded row -> packed token
+        self.query_positions = starts[:, None] + torch.minimum(steps, counts[:, None] - 1)
+        self.positions = self.query_positions[self.inside]
+        """[T] int64, position of every new token."""
+        length = int((starts + counts).max())
+        slots = page_table[:, :, None] * cache.page_size + torch.arange(cache.page_size, device=device)
+        self.slots = slots.flatten(1)[:, :length]  # [N, S]
+        sequence = torch.arange(len(counts), device=device)[:, None].expand_as(self.inside)[self.inside]
+        self.slot_mapping = self.slots[sequence, self.positions]
+        """[T] int64, slot of every new token."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+        """Write the new keys and values, then attend to everything stored; [T, H, Dh]."""
+        self.cache.write(layer, self.slot_mapping, k, v)
+        k_hat, v_hat = self.cache.read(layer, self.slots)
+        padded = attend(
+            q[self.index], k_hat, v_hat, self.query_positions, softmax_scale, probability_dtype(self.cache.kv_format)
+        )
+        return padded[self.inside]
+
+
+class PageAllocator:
+    """Free pages and reference counts of pages in use.
+
+    Args:
+        num_pages: pages in the cache.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` free pages, each with one reference."""
+        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: list[int]) -> None:
+        """One more holder of pages already in use."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is free and cannot be shared"
+            self._references[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        """One holder less; a page without a holder is free again."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} released twice"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)

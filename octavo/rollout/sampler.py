@@ -1,0 +1,94 @@
+"""Sampling by counter: a token depends on the logits, the seed, its sequence and its position, and nothing else.
+
+The cumulative softmax weights are whole numbers (`kernels.logprobs.sampling_weights`), so inverting them is exact and
+no batch order, preemption or page layout can change a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.logprobs import chosen_logprobs, sampling_weights
+
+_MASK_64 = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How tokens are drawn. Training allows only the temperature: anything else biases the ratio."""
+
+    temperature: float = 1.0
+    """Divides the logits, in rollout and in training. 0 is greedy (evaluation only)."""
+    top_p: float = 1.0
+    """Evaluation only: keep the likeliest tokens that together have this probability. In (0, 1]."""
+    top_k: int = 0
+    """Evaluation only: keep this many likeliest tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Evaluation only: drop tokens less likely than this times the likeliest. In [0, 1)."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0.0:
+            raise ValueError(f"temperature is at least 0 (0 is greedy); got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p is in (0, 1]; got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is at least 0 (0 keeps all tokens); got {self.top_k}")
+        if not 0.0 <= self.min_p < 1.0:
+            raise ValueError(f"min_p is in [0, 1); got {self.min_p}")
+
+
+def sample(logits: Tensor, keys: list[tuple[int, int, int]], config: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Draw one token a row.
+
+    Args:
+        logits: [B, V] fp32, already divided by the temperature (undivided if it is 0).
+        keys: (seed, sequence id, position) of each row.
+        config: the sampling rule.
+
+    Returns:
+        tokens [B] int64, and their log-probabilities [B] fp32 under the full distribution, before any truncation.
+    """
+    weights, logsumexp = sampling_weights(logits)
+    if config.temperature == 0.0:
+        tokens = logits.argmax(dim=-1)
+    else:
+        cumulative = truncate(weights, config).cumsum(dim=-1)
+        totals = cumulative[:, -1].tolist()
+        draws = [float(uniform_bits(*key) * int(total) >> 64) for key, total in zip(keys, totals, strict=True)]
+        thresholds = torch.tensor(draws, dtype=torch.float64, device=logits.device)
+        tokens = torch.searchsorted(cumulative, thresholds[:, None], right=True).squeeze(1)
+    return tokens, chosen_logprobs(logits, logsumexp, tokens)
+
+
+def truncate(weights: Tensor, config: SamplingConfig) -> Tensor:
+    """Set the weights [B, V] of tokens that top_k, top_p or min_p drop to 0; ties at a border are kept."""
+    if config.min_p > 0.0:
+        weights = weights.masked_fill(weights < config.min_p * weights.amax(dim=-1, keepdim=True), 0.0)
+    if config.top_k > 0:
+        smallest = weights.topk(min(config.top_k, weights.shape[-1]), dim=-1).values[:, -1:]
+        weights = weights.masked_fill(weights < smallest, 0.0)
+    if config.top_p < 1.0:
+        ordered = weights.sort(dim=-1, descending=True).values
+        before = ordered.cumsum(dim=-1) - ordered
+        kept = before < config.top_p * weights.sum(dim=-1, keepdim=True)
+        smallest = ordered.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True)
+        weights = weights.masked_fill(weights < smallest, 0.0)
+    return weights
+
+
+def uniform_bits(seed: int, sequence: int, position: int) -> int:
+    """64 random bits that depend on the three numbers only (SplitMix64, Steele et al. 2014, chained)."""
+    state = 0
+    for number in (seed, sequence, position):
+        state = _splitmix64(state ^ (number & _MASK_64))
+    return state
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return x ^ (x >> 31)

@@ -1,0 +1,1 @@
+"""The training run: its configuration, loop, optimiser, checkpoints and metrics."""
