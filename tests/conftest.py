@@ -1,7 +1,12 @@
 """Fixtures that every test may use."""
 
+import datetime
+import importlib.metadata
+import importlib.util
+import json
 import os
 import random
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -29,3 +34,35 @@ def data_dir() -> Path:
     if not path.is_dir():
         pytest.skip(f"no data sets at {path}; name their folder in OCTAVO_DATA")
     return path
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After GPU tests, leave what ran and where: benchmarks/results/test_gpu.json, or under $OUT if that is set."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("markexpr") != "gpu" or reporter is None or not torch.cuda.is_available():
+        return
+    outcomes = [(outcome, report) for outcome in ("passed", "failed") for report in reporter.stats.get(outcome, [])]
+    folder = Path(os.environ.get("OUT", REPO / "benchmarks/results"))
+    folder.mkdir(parents=True, exist_ok=True)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True, check=False)
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "commit": os.environ.get("OCTAVO_COMMIT") or git.stdout.strip() or "unknown",
+        "command": "make test-gpu",
+        "date": datetime.date.today().isoformat(),
+        "rows": [
+            {
+                "case": report.nodeid,
+                "metric": "passed",
+                "value": int(outcome == "passed"),
+                "unit": "bool",
+                "goal": 1,
+                "better": "higher",
+                "note": f"{report.duration:.1f} s",
+            }
+            for outcome, report in outcomes
+        ],
+    }
+    (folder / "test_gpu.json").write_text(json.dumps(result, indent=1) + "\n")

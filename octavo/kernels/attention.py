@@ -26,6 +26,7 @@ from octavo.numerics.recipe import StorageFormat
 
 KV_BLOCK = 64
 MAX_SCORES_PER_CHUNK = 2**24
+FP16_MAX = 65504.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +72,15 @@ def attend(
     S, Hkv = k.shape[1], k.shape[2]
     out_dtype = q.dtype
     visible = torch.arange(S, device=q.device) <= query_positions[..., None]  # [N, R, S]
-    v = v.masked_fill(~visible.any(dim=1)[..., None, None], 0.0)  # whatever lies in an unused slot, p = 0 hides it
+    broken = ~torch.isfinite(v).all(dim=-1)  # [N, S, Hkv]; p = 0 does not hide a NaN: the scores carry it instead
+    v = v.masked_fill(broken[..., None], 0.0)
     if p_dtype == torch.float16:
-        q = q.clamp(-65504.0, 65504.0).half()
+        q = q.float().clamp(-FP16_MAX, FP16_MAX).half()  # in BF16 the bound itself would round up to 65536
     bits = product_bits(Dh)
     q_grid = _heads_first(to_grid(q, bits), Hkv)  # [N, Hkv, R * group, Dh]
     k_grid = to_grid(k, bits).permute(0, 2, 3, 1)  # [N, Hkv, Dh, S]
     scores = (q_grid @ k_grid).float().view(N, Hkv, R, H // Hkv, S) * softmax_scale
+    scores = scores.masked_fill(broken.transpose(1, 2)[:, :, None, None], torch.nan)
     scores = scores.masked_fill(~visible[:, None, :, None], -torch.inf)
     p = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
     out = _weighted_values(p.to(p_dtype).view(N, Hkv, -1, S), v)
@@ -200,5 +203,6 @@ def _chunks(cu_seqlens: Tensor, num_heads: int) -> Iterator[tuple[Tensor, Tensor
         slots = torch.arange(longest, device=cu_seqlens.device)
         inside = slots < lengths[first:stop, None]
         index = starts[first:stop, None] + torch.minimum(slots, lengths[first:stop, None] - 1)
-        yield index, inside
+        if longest > 0:
+            yield index, inside
         first = stop

@@ -91,8 +91,8 @@ def quantize_matrix(
 def split_edges(splits: Sequence[int], block: int | None) -> list[int]:
     """Block boundaries of fused projections; blocks restart at each: [192, 192] by 128 -> 0, 128, 192, 320, 384."""
     starts = [0, *accumulate(splits)]
-    edges = [start + edge for start, size in zip(starts, splits, strict=False) for edge in block_edges(size, block)[:-1]]
-    return [*edges, starts[-1]]
+    pairs = zip(starts[:-1], splits, strict=True)
+    return [*(start + edge for start, size in pairs for edge in block_edges(size, block)[:-1]), starts[-1]]
 
 
 def grid_operand(x: Tensor, block: int = K_BLOCK) -> Operand:

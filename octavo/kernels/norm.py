@@ -36,7 +36,7 @@ class _RMSNorm(torch.autograd.Function):
         x, gain, inverse_rms = ctx.saved_tensors
         grad_y = grads[0].float()
         normalized = x.float() * inverse_rms
-        grad_gain = (grad_y * normalized).flatten(0, -2).sum(dim=0)
+        grad_gain = (grad_y * normalized).reshape(-1, len(gain)).sum(dim=0)
         grad_normalized = grad_y * gain
         projection = (grad_normalized * normalized).mean(dim=-1, keepdim=True)
         grad_x = (grad_normalized - normalized * projection) * inverse_rms

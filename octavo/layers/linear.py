@@ -1,15 +1,17 @@
 """A linear layer in FP8: FP32 master, one quantisation of it per optimiser step, three GEMMs.
 
-    FProp   Y = X W^T      training, old logprobs, prefill and decode: the same bytes, the same function
+    FProp   Y = X W^T      training, old logprobs, prefill and decode: the same bytes, the same exact sums
     DGrad  dX = dY W       straight through the quantisers
     WGrad  dW = dY^T X     X as it was saved, in FP8; accumulates into the FP32 master
+
+The backward need not be batch-invariant: the reference multiplies the dequantised operands in FP32.
 
 `FP8Linear` owns the bytes. Fused projections (q, k, v; gate, up) are one weight whose blocks restart at each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from octavo.kernels.gemm import Operand, QuantizedMatrix, gemm, grid_operand, qu
 from octavo.numerics.fp8 import E4M3, E4M3_MAX, PER_TENSOR, QuantBlock, block_amax, scale_from_amax
 from octavo.numerics.recipe import Recipe
 
+WEIGHTS = ("weight_", "dgrad_")
+"""Prefixes of the buffers that `requantize_` writes the weight to."""
 WGRAD_TOKEN_MULTIPLE = 128
 """Token counts are padded with zeros to a multiple of this for WGrad."""
 
@@ -37,6 +41,13 @@ class FP8Linear(nn.Module):
         ValueError: `keep_bf16` names only some of the fused projections.
     """
 
+    # Buffers; which of them exist depends on the recipe.
+    weight_hp: Tensor
+    bias_hp: Tensor | None
+    activation_scale: Tensor
+    activation_amax: Tensor
+    saturation_counts: Tensor
+
     def __init__(self, in_features: int, projections: dict[str, int], *, bias: bool, recipe: Recipe, path: str) -> None:
         super().__init__()
         self.in_features, self.projections, self.recipe = in_features, projections, recipe
@@ -52,8 +63,7 @@ class FP8Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
         self._dtype = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[recipe.high_precision])
-        self._weights: dict[str, QuantizedMatrix] = {}
-        self._operands: dict[str, tuple[int, Operand]] = {}
+        self._cache: dict[str, tuple[list[tuple[int, int]], Any]] = {}
         if self.quantized:
             self._allocate("weight_q", recipe.fprop.right)
             if recipe.dgrad.right != recipe.fprop.right:
@@ -86,7 +96,7 @@ class FP8Linear(nn.Module):
                     new = quantize_matrix(self.weight, quant_block, self.recipe.scale_rounding, row_splits=self.splits)
                     getattr(self, name).copy_(new.q)
                     getattr(self, f"{name}_scale").copy_(new.scale)
-        if self.bias is not None:
+        if self.bias is not None and self.bias_hp is not None:
             self.bias_hp.copy_(self.bias)
 
     @torch.no_grad()
@@ -106,22 +116,25 @@ class FP8Linear(nn.Module):
                 diagnosis. Carries no gradient.
         """
         if shadow:
-            return self._round(gemm(grid_operand(x), grid_operand(self.weight.to(self._dtype))), cast_bias=True)
+            with torch.no_grad():
+                return self._round(gemm(grid_operand(x), grid_operand(self.weight.to(self._dtype))), cast_bias=True)
         return _Linear.apply(x, self.weight, self.bias, self)
 
     # What follows is called by the autograd function.
 
     def fprop(self, x: Tensor) -> Tensor:
         """Y = X W^T + bias, rounded once."""
-        return self._round(gemm(self._activation_operand(x), self.weight_operand("fprop")))
+        return self._round(gemm(self._activation_operand(x), self.weight_operand()))
 
     def dgrad(self, grad_y: Tensor) -> Tensor:
         """dX = dY W, rounded once to the dtype of dY."""
         recipe = self.recipe.dgrad
-        if not self.quantized or recipe.left is None:
-            return (grad_y.float() @ self.weight_hp.float()).to(grad_y.dtype)
-        left = quantize_matrix(grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits)
-        return gemm(left.operand(), self.weight_operand("dgrad")).float().to(grad_y.dtype)
+        left = grad_y.float()
+        if self.quantized and recipe.left is not None:
+            left = quantize_matrix(
+                grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits
+            ).dequantize()
+        return (left @ self._backward_weight()).to(grad_y.dtype)
 
     def wgrad(self, grad_y: Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         """dW [N, K] fp32 = dY^T X, tokens in blocks of 128."""
@@ -132,7 +145,7 @@ class FP8Linear(nn.Module):
         if isinstance(saved_x, Tensor):
             saved_x = quantize_matrix(pad_tokens(saved_x), recipe.right, self.recipe.scale_rounding)
         left = quantize_matrix(pad_tokens(grad_y), recipe.left, self.recipe.scale_rounding, column_splits=self.splits)
-        return gemm(left.T.operand(), saved_x.T.operand()).float()
+        return left.dequantize().T @ saved_x.dequantize()
 
     def save_activation(self, x: Tensor) -> QuantizedMatrix | Tensor:
         """X in the layout and format that WGrad multiplies."""
@@ -147,26 +160,37 @@ class FP8Linear(nn.Module):
             return None
         return self._beyond_scale(x)
 
-    def weight_operand(self, role: str) -> Operand:
-        """The weight prepared for FProp or DGrad; prepared anew only after its bytes or scales changed."""
-        quantized_as = "dgrad_q" if role == "dgrad" and "dgrad_q" in self._buffers else "weight_q"
-        source = getattr(self, quantized_as if self.quantized else "weight_hp")
-        version = source._version + (getattr(self, f"{quantized_as}_scale")._version if self.quantized else 0)
-        if role not in self._operands or self._operands[role][0] != version:
-            self._operands[role] = (version, self._prepare(role, quantized_as))
-        return self._operands[role][1]
+    def weight_operand(self) -> Operand:
+        """The weight prepared for FProp."""
+        return self._prepared("fprop", self._prepare_fprop)
 
-    def _prepare(self, role: str, quantized_as: str) -> Operand:
+    def _backward_weight(self) -> Tensor:
+        """[N, K] fp32 values of the weight that DGrad multiplies."""
+        if not self.quantized:
+            return self.weight_hp.float()
+        name = "dgrad_q" if "dgrad_q" in self._buffers else "weight_q"
+        return self._prepared("dgrad", lambda: self.quantized_weight(name).dequantize())
+
+    def _prepared(self, role: str, prepare: Callable[[], Any]) -> Any:
+        """`prepare()`, called anew only after the bytes, scales or high-precision copy were written to."""
+        versions = [
+            (buffer.data_ptr(), buffer._version)
+            for name, buffer in self._buffers.items()
+            if buffer is not None and name.startswith(WEIGHTS)
+        ]
+        if role not in self._cache or self._cache[role][0] != versions:
+            self._cache[role] = (versions, prepare())
+        return self._cache[role][1]
+
+    def _prepare_fprop(self) -> Operand:
         if not self.quantized:
             return grid_operand(self.weight_hp)
-        weight = self.quantized_weight(quantized_as)
-        if role == "dgrad":
-            return weight.T.operand()
+        weight = self.quantized_weight("weight_q")
         if self.recipe.fprop.left is None:  # FP8 weight, BF16 activation: multiply bf16(q * scale)
             return grid_operand(weight.dequantize().to(self._dtype))
         return weight.operand()
 
-    def quantized_weight(self, name: str = "weight_q") -> QuantizedMatrix:
+    def quantized_weight(self, name: str) -> QuantizedMatrix:
         """The FP8 bytes and scales that rollout and training multiply."""
         quant_block = self.recipe.dgrad.right if name == "dgrad_q" else self.recipe.fprop.right
         assert quant_block is not None
@@ -187,7 +211,7 @@ class FP8Linear(nn.Module):
             if torch.isnan(self.activation_scale).all():  # the very first batch calibrates itself
                 self.freeze_activation_scale_()
             scale = self.activation_scale
-            self.saturation_counts += torch.stack([self._beyond_scale(x).sum(), torch.tensor(x.numel())])
+            self.saturation_counts += torch.tensor([int(self._beyond_scale(x).sum()), x.numel()], device=x.device)
         return quantize_matrix(x, left, self.recipe.scale_rounding, scale=scale).operand()
 
     def _beyond_scale(self, x: Tensor) -> Tensor:
@@ -195,8 +219,9 @@ class FP8Linear(nn.Module):
 
     def _round(self, y: Tensor, cast_bias: bool = False) -> Tensor:
         """Add the bias, then round the FP32 sum to the activation format."""
-        if self.bias is not None:
-            y = y + (self.bias.to(self._dtype) if cast_bias else self.bias_hp)
+        bias = self.bias.to(self._dtype) if cast_bias and self.bias is not None else self.bias_hp
+        if bias is not None:
+            y = y + bias
         return y.float().to(self._dtype)
 
     def extra_repr(self) -> str:
@@ -227,8 +252,9 @@ class _Linear(torch.autograd.Function):
 
 
 def pad_tokens(x: Tensor) -> Tensor:
-    """[T, K] -> [ceil(T / 128) * 128, K], zeros at the end."""
-    return nn.functional.pad(x, (0, 0, 0, -len(x) % WGRAD_TOKEN_MULTIPLE))
+    """[T, K] -> [ceil(T / 128) * 128, K], at least one block of 128, zeros at the end."""
+    blocks = max(1, -(-len(x) // WGRAD_TOKEN_MULTIPLE))
+    return nn.functional.pad(x, (0, 0, 0, blocks * WGRAD_TOKEN_MULTIPLE - len(x)))
 
 
 def quantized_layers(module: nn.Module) -> Sequence[FP8Linear]:

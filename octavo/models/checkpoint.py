@@ -21,7 +21,14 @@ from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import Recipe
 
-KEPT_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json", "vocab*", "merges.txt")
+KEPT_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "generation_config.json",
+    "vocab*",
+    "merges.txt",
+)
 
 
 def load_decoder(
@@ -63,7 +70,9 @@ def load_decoder(
         with torch.no_grad():
             target.copy_(tensor)
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors, first {next(iter(missing))!r}: the folder is incomplete")
+        raise ValueError(
+            f"{folder} is incomplete: {len(missing)} tensors are missing, the first is {next(iter(missing))!r}"
+        )
     if dither_seed is not None:
         dither_masters_(decoder, dither_seed)
     decoder.to(device)
@@ -76,11 +85,16 @@ def save_decoder(decoder: Decoder, path: str | Path, source: str | Path, max_sha
 
     Args:
         decoder: its masters are rounded to BF16 (kept in FP32 under the fp32 recipe).
-        path: folder to make; replaced if it exists.
+        path: folder to make; a model folder that is there already is replaced once the new one is complete.
         source: folder or hub id that the model came from.
         max_shard_size: of one safetensors file, "5GB".
+
+    Raises:
+        ValueError: path holds something that is not a model, or the files of `source` are gone.
     """
     path = Path(path)
+    if path.exists() and not (path / "config.json").is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path} exists and is not a model folder, so it is not replaced; give another")
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -98,8 +112,12 @@ def save_decoder(decoder: Decoder, path: str | Path, source: str | Path, max_sha
     for pattern in KEPT_FILES:
         for file in folder.glob(pattern):
             shutil.copy2(file, partial / file.name)
-    shutil.rmtree(path, ignore_errors=True)
+    replaced = path.with_name(path.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
     partial.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 @torch.no_grad()
@@ -113,13 +131,14 @@ def dither_masters_(decoder: Decoder, seed: int) -> None:
         step = torch.exp2(torch.floor(torch.log2(bf16.float().abs().clamp(min=2.0**-126))) - 7)  # BF16 spacing
         noise = torch.rand(tensor.shape, generator=generator) - 0.5
         moved = bf16.float() + noise * step
-        tensor.copy_(torch.where(moved.bfloat16() == bf16, moved, bf16.float()))
+        stays = (bf16 == 0.0) | (moved.bfloat16() != bf16)  # zeros keep their sign
+        tensor.copy_(torch.where(stays, bf16.float(), moved))
 
 
 def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, master or the view of it) of every parameter."""
     yield "model.embed_tokens.weight", decoder.embed_tokens.data
-    for index, block in enumerate(decoder.layers):
+    for index, block in enumerate(decoder.blocks()):
         prefix = f"model.layers.{index}"
         fused = {
             "self_attn": [block.qkv_proj, block.o_proj],
@@ -133,7 +152,7 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
                             yield f"{prefix}.{parent}.{name}.{kind}", part
         yield f"{prefix}.input_layernorm.weight", block.input_norm.weight.data
         yield f"{prefix}.post_attention_layernorm.weight", block.post_norm.weight.data
-        if block.q_norm is not None:
+        if block.q_norm is not None and block.k_norm is not None:
             yield f"{prefix}.self_attn.q_norm.weight", block.q_norm.weight.data
             yield f"{prefix}.self_attn.k_norm.weight", block.k_norm.weight.data
     yield "model.norm.weight", decoder.norm.weight.data
@@ -145,13 +164,20 @@ def _folder(path: str | Path) -> Path:
     """A local folder as it is, a hub id downloaded."""
     if Path(path).is_dir():
         return Path(path)
-    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the files of model {str(path)!r} could not be fetched from the hub: {error}") from error
 
 
 def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{index} is damaged: it is no JSON object with a weight_map") from error
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -53,17 +54,20 @@ def read_config(path: str | Path) -> tuple[DecoderConfig, PretrainedConfig]:
     """
     folder = Path(path)
     looks_local = folder.is_absolute() or str(path).startswith((".", "~")) or str(path).count("/") > 1
-    if (looks_local or folder.exists()) and not (folder / "config.json").is_file():
+    is_local = looks_local or folder.exists()
+    if is_local and not (folder / "config.json").is_file():
         raise ValueError(
             f"model.path={str(path)!r} has no config.json; it wants a Hugging Face model folder (config.json, "
             f"*.safetensors, tokenizer.json) or a hub id such as Qwen/Qwen3-0.6B"
         )
     try:
-        hf_config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        if is_local:
+            raise ValueError(f"{folder / 'config.json'} is not the config of a supported model: {reason}") from error
         raise ValueError(
-            f"model.path={str(path)!r} is neither a folder here nor a model that the Hugging Face hub gave us "
-            f"({str(error).splitlines()[0]})"
+            f"model.path={str(path)!r} is neither a folder here nor a model that the Hugging Face hub gave us: {reason}"
         ) from error
     return decoder_config(hf_config, str(path)), hf_config
 
@@ -87,8 +91,15 @@ def decoder_config(hf_config: PretrainedConfig, path: str = "model") -> DecoderC
     }
     for key, present in unsupported.items():
         if present:
-            raise ValueError(f"{path}: config.json has {key}={getattr(hf_config, key)!r}, which octavo does not support")
+            value = getattr(hf_config, key)
+            raise ValueError(f"{path}: config.json has {key}={value!r}, which octavo does not support")
     num_heads = hf_config.num_attention_heads
+    num_kv_heads = hf_config.num_key_value_heads or num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{path}: config.json has num_attention_heads={num_heads}, which num_key_value_heads={num_kv_heads} does "
+            f"not divide"
+        )
     return DecoderConfig(
         family=family,
         vocab_size=hf_config.vocab_size,
@@ -96,7 +107,7 @@ def decoder_config(hf_config: PretrainedConfig, path: str = "model") -> DecoderC
         intermediate_size=hf_config.intermediate_size,
         num_layers=hf_config.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=hf_config.num_key_value_heads or num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads,
         norm_eps=hf_config.rms_norm_eps,
         qkv_bias=family == "qwen2",

@@ -11,6 +11,9 @@ values live is the caller's business (`AttentionContext`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -95,6 +98,8 @@ class Decoder(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    embed_hp: Tensor
+    lm_head_hp: Tensor
 
     def __init__(
         self, config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, *, max_tokens: int | None = None
@@ -118,8 +123,14 @@ class Decoder(nn.Module):
         cos, sin = rotary_table(hf_config, config.head_dim, max_tokens)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self._head: tuple[int, Operand] | None = None
+        self._head: tuple[tuple[int, int], Operand] | None = None
         self._check_patterns()
+
+    def blocks(self) -> Iterator[Block]:
+        """The decoder layers, in order."""
+        for block in self.layers:
+            assert isinstance(block, Block)
+            yield block
 
     def _check_patterns(self) -> None:
         """Every `keep_bf16` pattern must name something, or a typing error would quietly quantise a layer."""
@@ -150,9 +161,7 @@ class Decoder(nn.Module):
                 if layer.quantized and layer.activation_amax.item() > 0.0:
                     layer.freeze_activation_scale_()
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, context: AttentionContext, *, shadow: bool = False
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext, *, shadow: bool = False) -> Tensor:
         """Hidden states after the last norm.
 
         Args:
@@ -165,7 +174,7 @@ class Decoder(nn.Module):
         """
         h = _embed(self.embed_tokens, self.embed_hp, tokens)
         cos, sin = self.cos[positions], self.sin[positions]
-        for block in self.layers:
+        for block in self.blocks():
             h = block(h, cos, sin, context, shadow)
         return self.norm(h)
 
@@ -174,26 +183,27 @@ class Decoder(nn.Module):
         return logits_from_hidden(hidden, self._head_operand(), temperature)
 
     def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability of tokens [T] given the hidden states [T, D] that predict them, and entropy; [T] fp32 each."""
+        """Log-probability of tokens [T] given the hidden states [T, D] that predict them, and entropy, [T] fp32."""
         weight = self.embed_tokens if self.lm_head is None else self.lm_head
         return token_logprobs(hidden, weight, self._head_operand(), tokens, temperature)
 
     def _head_operand(self) -> Operand:
         source = self.embed_hp if self.lm_head is None else self.lm_head_hp
-        if self._head is None or self._head[0] != source._version:
-            self._head = (source._version, grid_operand(source))
+        state = (source.data_ptr(), source._version)  # the address too: a copied module counts anew
+        if self._head is None or self._head[0] != state:
+            self._head = (state, grid_operand(source))
         return self._head[1]
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, master: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, master: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.shape = master.shape
         return rows[tokens]
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=torch.float32, device=tokens.device)
         return grad.index_add_(0, tokens, grads[0].float()), None, None

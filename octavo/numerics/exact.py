@@ -26,7 +26,7 @@ def product_bits(num_terms: int) -> int:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2**exponent, exact, float64 of the shape of `exponent`, an integer tensor in [-1022, 1023] (`exp2` is inexact)."""
+    """2**exponent, exact, float64; exponent is an integer tensor in [-1022, 1023] (`exp2` and `ldexp` may round)."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 

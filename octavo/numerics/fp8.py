@@ -51,7 +51,8 @@ def scale_from_amax(amax: Tensor, rounding: ScaleRounding = "none") -> Tensor:
 
     `power_of_two` rounds the scale up to the next power of two, so that q * scale is exact in BF16.
     """
-    scale = amax.clamp(min=MIN_AMAX) / E4M3_MAX
+    # By a tensor: CUDA multiplies by the reciprocal of a Python number, which is another last bit.
+    scale = amax.clamp(min=MIN_AMAX) / torch.full_like(amax, E4M3_MAX)
     if rounding == "power_of_two":
         mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2**exponent, mantissa in [0.5, 1)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)

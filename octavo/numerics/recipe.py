@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, get_args
 
 from octavo.numerics.fp8 import (
     BLOCK_1X128,
@@ -71,8 +71,15 @@ class Recipe:
     """Rounding of weight, activation and gradient scales. FP8 KV scales are always powers of two."""
 
     def __post_init__(self) -> None:
-        if self.amax_margin < 1.0:
-            raise ValueError(f"amax_margin multiplies the last step's amax and must be at least 1; got {self.amax_margin}")
+        if not 1.0 <= self.amax_margin < float("inf"):
+            raise ValueError(f"amax_margin multiplies the last step's amax: finite, at least 1; got {self.amax_margin}")
+        if self.scale_rounding not in get_args(ScaleRounding):
+            raise ValueError(f"scale_rounding must be one of {get_args(ScaleRounding)}; got {self.scale_rounding!r}")
+        if self.static_activation_scale and self.fprop.left != PER_TENSOR:
+            raise ValueError(
+                f"static_activation_scale=True does not go with recipe {self.name!r}: a frozen scale covers a whole "
+                f"tensor, and its FProp quantises X by {self.fprop.left}. Use recipe 'tensorwise_static'."
+            )
         allowed = ("fp32",) if self.high_precision == "fp32" else ("fp8", "bf16")
         if self.kv_cache not in allowed:
             raise ValueError(f"kv_cache must be one of {allowed} with recipe {self.name!r}; got {self.kv_cache!r}")
@@ -108,7 +115,6 @@ def names_module(pattern: str, module_name: str) -> bool:
     """Whether a `keep_bf16` pattern names a module: its whole dotted name, or whole trailing parts of it."""
     parts = module_name.split(".")
     return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
-
 
 
 _NONE = GemmRecipe(left=None, right=None)

@@ -90,8 +90,8 @@ class Engine:
     ) -> list[list[Completion]]:
         """Sample `group_size` completions of each prompt.
 
-        A completion depends on the weights, its prompt, the sampling rule, the seed and its place (prompt, group
-        member) only: not on batch order, page size, preemption, or how much fits in the cache.
+        A completion depends on the weights, its prompt, the sampling rule, the seed and its place (prompt x group
+        size + group member) only: not on batch order, page size, preemption, or how much fits in the cache.
 
         Args:
             prompts: P lists of token ids.
@@ -105,8 +105,12 @@ class Engine:
             P lists of G completions.
 
         Raises:
-            ValueError: an empty prompt, or one that cannot fit.
+            ValueError: an empty prompt, one that cannot fit or that is not of this vocabulary; logits that are not
+                finite.
         """
+        for name, value in (("max_completion_tokens", max_completion_tokens), ("group_size", group_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
         queue = Scheduler(
             num_pages=self.cache.num_pages,
             page_size=self.cache.page_size,
@@ -136,9 +140,15 @@ class Engine:
         return [[_completion(sequence) for sequence in group] for group in sequences]
 
     def _groups(self, prompts: Sequence[list[int]], max_completion_tokens: int) -> list[PromptGroup]:
+        vocab_size = self.decoder.config.vocab_size
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise ValueError(f"prompt {index} is empty: a completion needs at least one token before it")
+            if min(prompt) < 0 or max(prompt) >= vocab_size:
+                raise ValueError(
+                    f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is "
+                    f"0 to {vocab_size - 1}: is the tokenizer another model's?"
+                )
             if len(prompt) + max_completion_tokens > self.decoder.max_tokens:
                 raise ValueError(
                     f"prompt {index} has {len(prompt)} tokens; with {max_completion_tokens} more it exceeds the "

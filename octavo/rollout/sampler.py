@@ -6,6 +6,7 @@ no batch order, preemption or page layout can change a sample.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +31,8 @@ class SamplingConfig:
     """Evaluation only: drop tokens less likely than this times the likeliest. In [0, 1)."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.0:
-            raise ValueError(f"temperature is at least 0 (0 is greedy); got {self.temperature}")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is finite and at least 0 (0 is greedy); got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is in (0, 1]; got {self.top_p}")
         if self.top_k < 0:
@@ -50,8 +51,17 @@ def sample(logits: Tensor, keys: list[tuple[int, int, int]], config: SamplingCon
 
     Returns:
         tokens [B] int64, and their log-probabilities [B] fp32 under the full distribution, before any truncation.
+
+    Raises:
+        ValueError: the logits of a row are not finite.
     """
     weights, logsumexp = sampling_weights(logits)
+    if not torch.isfinite(logsumexp).all():
+        row = int((~torch.isfinite(logsumexp)).nonzero()[0, 0])
+        raise ValueError(
+            f"the logits of sequence {keys[row][1]} at position {keys[row][2]} are not finite: the weights have "
+            f"diverged, or the temperature is too small"
+        )
     if config.temperature == 0.0:
         tokens = logits.argmax(dim=-1)
     else:

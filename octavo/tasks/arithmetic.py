@@ -1,4 +1,4 @@
-"""Sums such as `17+48-20=`, made from a seed; small enough for a model that trains on a CPU.
+"""Sums such as `(7+8-5+9+2)%10`, made from a seed; small enough for a model that trains on a CPU.
 
 A problem is held out by a hash of its text, not by the seed or the order in which it was drawn. Whoever
 draws problems, with whatever seed, therefore agrees on which ones are held out: the training problems of
@@ -10,6 +10,8 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar
 
 from octavo.tasks.problem import Problem, Task
 
@@ -22,44 +24,31 @@ def is_held_out(text: str) -> bool:
     return int.from_bytes(digest[:8]) / 2**64 < HELD_OUT_SHARE
 
 
-def draw_problem_text(rng: random.Random, num_operands: int, min_operand: int, max_operand: int) -> str:
-    """One sum such as "17+48-20=", evaluated from the left; a partial result is never negative."""
-    value = rng.randint(min_operand, max_operand)
-    text = str(value)
-    for _ in range(num_operands - 1):
-        operand = rng.randint(min_operand, max_operand)
-        subtract = operand <= value and rng.random() < 0.5
-        value += -operand if subtract else operand
-        text += f"{'-' if subtract else '+'}{operand}"
-    return text + "="
+def draw_problem_text(rng: random.Random, config: "ArithmeticConfig") -> str:
+    """One sum that may or may not be held out, e.g. "(7+8-5)%10"; signs and operands are uniform."""
+    operands = [str(rng.randint(config.min_operand, config.max_operand)) for _ in range(config.num_operands)]
+    total = "".join(operand + rng.choice("+-") for operand in operands)[:-1]
+    return total if config.modulus is None else f"({total})%{config.modulus}"
 
 
-def worked_solution(text: str) -> str:
-    """The sum worked one operation at a time from the left: "17+48-20=" -> "65-20=45"."""
-    first, *operations = re.findall(r"^\d+|[+-]\d+", text)
-    value, steps = int(first), []
-    for done, operation in enumerate(operations, start=1):
-        value += int(operation)
-        steps.append(str(value) + "".join(operations[done:]))
-    return "=".join(steps)
-
-
-def direct_answer(text: str) -> str:
-    """The result alone: "17+48-20=" -> "45"."""
-    return worked_solution(text).rsplit("=", 1)[-1]
+def running_totals(text: str) -> list[int]:
+    """The total after each operation, from the left: "7+8-5" -> [15, 10], "(7+8-5)%10" -> [5, 0]."""
+    total, modulus = re.fullmatch(r"\(?([0-9+-]+)\)?(?:%([0-9]+))?", text).groups()
+    totals = list(accumulate(map(int, re.findall(r"[+-]?[0-9]+", total))))[1:]
+    return totals if modulus is None else [value % int(modulus) for value in totals]
 
 
 def score_arithmetic(problem: Problem, completion_text: str) -> float:
-    """1.0 if what follows the last "=" of the completion (all of it, if there is none) is the answer.
-
-    Nothing but spaces may stand around the number: "65-20=45" is right for 45, "65-20" and "=45+" are not.
-    """
-    return float(completion_text.rsplit("=", 1)[-1].strip() == problem.answer)
+    """1.0 if the last integer of the completion is the answer: "=9" and ":5,0,9" are both right for 9."""
+    integers = re.findall(r"-?[0-9]+", completion_text)
+    return float(bool(integers) and integers[-1] == problem.answer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticConfig:
     """Sums of a few operands, made from a seed."""
+
+    type_name: ClassVar[str] = "arithmetic"
 
     seed: int = 0
     """Chooses which problems are drawn; never which of them are held out."""
@@ -67,14 +56,16 @@ class ArithmeticConfig:
     """Distinct problems to train on."""
     num_test: int = 512
     """Distinct held-out problems."""
-    num_operands: int = 3
+    num_operands: int = 5
     """Numbers in one sum, at least 2."""
-    min_operand: int = 10
+    min_operand: int = 1
     """Smallest number in a sum, at least 0."""
-    max_operand: int = 99
+    max_operand: int = 9
     """Largest number in a sum."""
+    modulus: int | None = 10
+    """The answer is the sum modulo this, at least 2; None asks for the sum itself."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_train < 1 or self.num_test < 1:
             raise ValueError(f"num_train and num_test are at least 1; got {self.num_train} and {self.num_test}")
         if self.num_operands < 2:
@@ -83,6 +74,9 @@ class ArithmeticConfig:
             raise ValueError(
                 f"operands need 0 <= min_operand <= max_operand; got {self.min_operand} and {self.max_operand}"
             )
+
+        if self.modulus is not None and self.modulus < 2:
+            raise ValueError(f"modulus is at least 2, or None for plain sums; got {self.modulus}")
 
     def build(self) -> Task:
         """Draws the problems; the same config always gives the same task."""
@@ -95,18 +89,24 @@ class ArithmeticConfig:
 
 
 def _draw_split(config: ArithmeticConfig, split: str, num_problems: int) -> Iterator[Problem]:
+    """Distinct problems of one split, drawn at random.
+
+    Raises:
+        ValueError: more than half of the split is wanted; drawing the rest would take very long, or for ever.
+    """
+    num_values = config.max_operand - config.min_operand + 1
+    share = HELD_OUT_SHARE if split == "test" else 1.0 - HELD_OUT_SHARE
+    num_possible = int(share * num_values**config.num_operands * 2 ** (config.num_operands - 1))
+    if 2 * num_problems > num_possible:
+        raise ValueError(
+            f"num_{split}={num_problems} distinct problems were wanted, but {config.num_operands} operands from "
+            f"{config.min_operand} to {config.max_operand} make only about {num_possible}. Ask for fewer than half of "
+            f"them, or widen the operands."
+        )
     rng = random.Random(f"{config.seed}/{split}")
-    seen = set()
-    for _ in range(1000 + 100 * num_problems):
-        text = draw_problem_text(rng, config.num_operands, config.min_operand, config.max_operand)
-        if text in seen or is_held_out(text) != (split == "test"):
-            continue
-        yield Problem(id=f"arithmetic/{split}/{len(seen)}", text=text, answer=direct_answer(text))
-        seen.add(text)
-        if len(seen) == num_problems:
-            return
-    raise ValueError(
-        f"num_{split}={num_problems} distinct problems were wanted, but only {len(seen)} turned up with "
-        f"{config.num_operands} operands from {config.min_operand} to {config.max_operand}. Ask for fewer, "
-        f"or widen the operands."
-    )
+    seen: set[str] = set()
+    while len(seen) < num_problems:
+        text = draw_problem_text(rng, config)
+        if text not in seen and is_held_out(text) == (split == "test"):
+            yield Problem(id=f"arithmetic/{split}/{len(seen)}", text=text, answer=str(running_totals(text)[-1]))
+            seen.add(text)

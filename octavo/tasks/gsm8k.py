@@ -1,0 +1,119 @@
+"""GSM8K: grade-school word problems whose answer is a number, from a local folder or from the hub."""
+
+import gzip
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from octavo.tasks.answers import extract_answer, math_equal
+from octavo.tasks.problem import Problem, Task
+
+INSTRUCTION = "\nReason step by step, and put the final answer, a number, in \\boxed{} or after ####."
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSM8KConfig:
+    """Where the problems are read from, how many are used, and what the policy is told."""
+
+    type_name: ClassVar[str] = "gsm8k"
+
+    path: str = "openai/gsm8k"
+    """A folder with train.jsonl and test.jsonl (or .jsonl.gz), else the name of a data set on the hub."""
+    hub_config: str = "main"
+    """Configuration of the data set on the hub; a local folder has none."""
+    num_train: int | None = None
+    """Use only the first so many training problems; None uses all of them."""
+    num_test: int | None = None
+    """Use only the first so many held-out problems; None uses all of them."""
+    system_prompt: str | None = None
+    """System message for a chat model; None sends none."""
+    instruction: str = INSTRUCTION
+    """Appended to each problem; the score reads the last box, else the last ####, else the last number."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_train", "num_test"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is at least 1, or None for all problems; got {number}")
+
+    def build(self) -> Task:
+        """Reads the problems from disk, or from the hub if `path` is no folder."""
+        folder = Path(self.path).expanduser()
+        if folder.is_dir():
+            splits = {split: _read_jsonl(folder, split) for split in ("train", "test")}
+        else:
+            splits = _read_hub(self.path, self.hub_config)
+        return Task(
+            name="gsm8k",
+            train=_problems(splits["train"], f"{self.path} train")[: self.num_train],
+            test=_problems(splits["test"], f"{self.path} test")[: self.num_test],
+            score=score_gsm8k,
+            system_prompt=self.system_prompt,
+            instruction=self.instruction,
+        )
+
+
+def score_gsm8k(problem: Problem, completion_text: str) -> float:
+    """1.0 if the final answer of the completion equals the reference, else 0.0."""
+    answer = extract_answer(completion_text)
+    return float(answer is not None and math_equal(answer, problem.answer))
+
+
+def _read_jsonl(folder: Path, split: str) -> list[dict]:
+    for name, open_text in ((f"{split}.jsonl", open), (f"{split}.jsonl.gz", gzip.open)):
+        if (folder / name).is_file():
+            with open_text(folder / name, "rt", encoding="utf-8") as lines:
+                return [json.loads(line) for line in lines if line.strip()]
+    present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    raise FileNotFoundError(
+        f"GSM8KConfig.path={str(folder)!r} wants {split}.jsonl or {split}.jsonl.gz in that folder; it holds {present}. "
+        f"Add the file, or name another folder."
+    )
+
+
+def _read_hub(name: str, hub_config: str) -> dict[str, Iterable[dict]]:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        raise FileNotFoundError(
+            f"GSM8KConfig.path={name!r} wants an existing folder with train.jsonl and test.jsonl, or a hub data set "
+            f"such as 'openai/gsm8k'; there is no such folder, and this is no such name. Correct the path."
+        )
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ImportError(
+            f"GSM8KConfig.path={name!r} is no folder here, so it is read from the hub, which wants the package "
+            f"datasets; it is not installed. Run `pip install datasets`, or set path to a folder with train.jsonl "
+            f"and test.jsonl."
+        ) from error
+    try:
+        return {split: load_dataset(name, hub_config, split=split) for split in ("train", "test")}
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"GSM8KConfig.path={name!r} is no folder here, and the hub did not give configuration {hub_config!r} "
+            f"of a data set of that name ({error}). Correct the path, or name a local folder."
+        ) from error
+
+
+def _problems(rows: Iterable[dict], source: str) -> tuple[Problem, ...]:
+    """Rows with id, problem and answer, or with the original question and an answer that ends in "#### N"."""
+    problems = []
+    for index, row in enumerate(rows):
+        text = row.get("problem", row.get("question"))
+        answer = row.get("answer")
+        if not isinstance(text, str) or not isinstance(answer, str | int | float):
+            raise ValueError(
+                f"row {index} of {source} wants text under 'problem' or 'question' and an answer under 'answer'; "
+                f"got the keys {sorted(row)}. Rename the columns, or name another folder."
+            )
+        final = str(answer).rpartition("####")[2].strip()
+        if not final:
+            raise ValueError(
+                f"row {index} of {source} wants a final answer; got {answer!r}. Give the number, alone or after ####."
+            )
+        problems.append(Problem(id=str(row.get("id", f"{source}/{index}")), text=text, answer=final))
+    if not problems:
+        raise ValueError(f"{source} wants at least one problem; got an empty file. Name another folder.")
+    return tuple(problems)

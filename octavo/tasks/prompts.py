@@ -1,0 +1,103 @@
+"""From a problem's text to prompt tokens, and the tokens that end a completion."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ChatTemplate = Literal["auto", "always", "never"]
+
+
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    system_prompt: str | None = None,
+    chat_template: ChatTemplate = "auto",
+) -> list[int]:
+    """Tokens of one prompt, up to the point where the completion begins.
+
+    Args:
+        tokenizer: a transformers tokenizer; it needs no pad token, since nothing is ever padded.
+        text: the user's message, or the plain text that a base model continues.
+        system_prompt: the system message; for plain text it stands before the text, a blank line between.
+        chat_template: "auto" uses the tokenizer's template if it has one, "always" insists on it, "never"
+            gives plain text.
+
+    Returns:
+        At least one token, beginning with at most one BOS.
+    """
+    if chat_template not in ("auto", "always", "never"):
+        raise ValueError(f"chat_template is 'auto', 'always' or 'never'; got {chat_template!r}")
+    has_template = bool(tokenizer.chat_template)
+    if chat_template == "always" and not has_template:
+        raise ValueError(
+            f"chat_template='always' wants a tokenizer with a chat template; {tokenizer.name_or_path!r} has none. "
+            f"Use an instruction-tuned model, or chat_template='auto' or 'never' for a base model."
+        )
+    if has_template and chat_template != "never":
+        messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        messages.append({"role": "user", "content": text})
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer.encode(rendered, add_special_tokens=False)  # the template writes its own BOS
+    else:
+        tokens = tokenizer.encode(text if system_prompt is None else f"{system_prompt}\n\n{text}")
+    if len(tokens) > 1 and tokens[0] == tokens[1] == tokenizer.bos_token_id:
+        tokens = tokens[1:]  # the text began with BOS, and the tokenizer added its own
+    if not tokens:
+        raise ValueError(f"a prompt wants at least one token; the text {text!r} gave none. Drop the empty problem.")
+    return tokens
+
+
+def stop_token_ids(
+    tokenizer: "PreTrainedTokenizerBase", generation_config: Any = None, model_config: Any = None
+) -> tuple[int, ...]:
+    """Every token that ends a completion, ascending: the EOS ids of all three sources, each an int or a list.
+
+    Chat models often list their end-of-turn token only in the generation config, base models only in the
+    tokenizer; stopping at any of them is what serving engines do.
+    """
+    found: set[int] = set()
+    for source in (tokenizer, generation_config, model_config):
+        eos = getattr(source, "eos_token_id", None)
+        if isinstance(eos, Iterable):
+            found.update(eos)
+        elif eos is not None:
+            found.add(eos)
+    if not found:
+        raise ValueError(
+            "a model wants at least one EOS token; neither its tokenizer, nor generation_config.json, nor "
+            "config.json names one, so no completion could end. Set eos_token_id in generation_config.json."
+        )
+    return tuple(sorted(found))
+
+
+class HasPrompt(Protocol):
+    """Anything that carries its prompt as token ids."""
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The tokens before the completion."""
+
+
+HasPromptT = TypeVar("HasPromptT", bound=HasPrompt)
+
+
+def keep_within_limit(encoded: Sequence[HasPromptT], max_prompt_tokens: int) -> tuple[list[HasPromptT], int]:
+    """Leaves out prompts over the limit; none is ever cut, which would change the problem.
+
+    Args:
+        encoded: problems with their prompts, in any order.
+        max_prompt_tokens: the longest prompt that stays, in tokens.
+
+    Returns:
+        Those that stay, in their order, at least one; and how many were left out.
+    """
+    kept = [item for item in encoded if len(item.prompt) <= max_prompt_tokens]
+    if not kept:
+        shortest = min((len(item.prompt) for item in encoded), default=0)
+        raise ValueError(
+            f"max_prompt_tokens={max_prompt_tokens} wants at least one prompt that short; all {len(encoded)} are "
+            f"longer, the shortest has {shortest} tokens. Raise max_prompt_tokens, or use shorter problems."
+        )
+    return kept, len(encoded) - len(kept)

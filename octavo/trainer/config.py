@@ -1,0 +1,204 @@
+"""The configuration of a training run: every key of the YAML file, its default and its meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.numerics.fp8 import ScaleRounding
+from octavo.numerics.recipe import Recipe, RecipeName, StorageFormat, get_recipe
+from octavo.rl.advantages import GRPOConfig
+from octavo.rl.calibration import CalibrationConfig
+from octavo.rl.losses import ClipConfig, KLConfig, Reduction
+from octavo.rollout.engine import EngineConfig
+from octavo.rollout.sampler import SamplingConfig
+from octavo.tasks.arithmetic import ArithmeticConfig
+from octavo.tasks.gsm8k import GSM8KConfig
+from octavo.tasks.prompts import ChatTemplate
+from octavo.trainer.optimizer import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy to start from."""
+
+    path: str
+    """Hugging Face folder or hub id."""
+    chat_template: ChatTemplate = "auto"
+    """auto: the tokenizer's chat template if it has one, else the plain text; always; never."""
+    dither_masters: bool = False
+    """Move each FP32 master at random (seeded) inside the interval that rounds to its BF16 value. The BF16 model is
+    unchanged; fewer weights sit on FP8 rounding ties together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """One precision flow for rollout, old logprobs and training. What is null is as the recipe says."""
+
+    recipe: RecipeName = "block128"
+    """bf16, block128, rowwise, tensorwise, w8a16, tensorwise_static or fp32."""
+    kv_cache: StorageFormat | None = None
+    """fp8 or bf16: keys and values as every query sees them."""
+    saved_activations: StorageFormat | None = None
+    """fp8 or bf16: what linear layers keep for the backward pass."""
+    keep_bf16: tuple[str, ...] | None = None
+    """Modules that are not quantised, matched on whole names; lm_head and embed_tokens are always among them."""
+    scale_rounding: ScaleRounding = "none"
+    """power_of_two rounds all scales up."""
+    amax_margin: float = 1.25
+    """tensorwise_static only: room above the last step's amax."""
+
+    def __post_init__(self) -> None:
+        self.expand()
+
+    def expand(self) -> Recipe:
+        """The complete recipe."""
+        chosen = {name: getattr(self, name) for name in ("kv_cache", "saved_activations", "keep_bf16")}
+        changes = {name: value for name, value in chosen.items() if value is not None}
+        return get_recipe(self.recipe, scale_rounding=self.scale_rounding, amax_margin=self.amax_margin, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """What is sampled in a step."""
+
+    prompts_per_step: int = 16
+    """P, prompts in a rollout."""
+    group_size: int = 8
+    """G, completions of each prompt."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are left out of training and evaluation, and counted."""
+    max_completion_tokens: int = 512
+    """Completions are cut off here (finish_reason "length")."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """Temperature only: truncated sampling biases the ratio."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """Memory and batching."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "group_size", "max_prompt_tokens", "max_completion_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.sampling.temperature == 0.0:
+            raise ValueError("sampling.temperature=0 is greedy: a group holds one answer. Use a value above 0, as 1.0")
+        neutral = SamplingConfig(temperature=self.sampling.temperature)
+        for name in ("top_p", "top_k", "min_p"):
+            value, wanted = getattr(self.sampling, name), getattr(neutral, name)
+            if value != wanted:
+                raise ValueError(
+                    f"sampling.{name}={value} truncates the distribution that training takes ratios of, which biases "
+                    f"them. Use {name}: {wanted} here; evaluation.sampling may truncate"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """How rewards become a loss."""
+
+    advantage: GRPOConfig = field(default_factory=GRPOConfig)
+    """Group-relative advantages."""
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    """The PPO trust region in BF16: the bounds themselves, or what calibration aims at."""
+    reduction: Reduction = "token_mean"
+    """token_mean (DAPO), sequence_mean (GRPO) or constant (Dr.GRPO)."""
+    tis_cap: float = 2.0
+    """C: truncated importance weights are min(exp(old_logprobs - rollout_logprobs), C). At least 1."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """Penalty on the distance to the model that training started from; coefficient 0 loads no reference."""
+
+    def __post_init__(self) -> None:
+        if self.tis_cap < 1.0:
+            raise ValueError(f"tis_cap must be at least 1; got {self.tis_cap}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Accuracy on held-out problems."""
+
+    interval: int = 10
+    """Steps between evaluations; one is made before step 0 and one after the last. 0 makes none."""
+    num_problems: int = 256
+    """The first of the task's test problems; 0 takes all."""
+    completions_per_problem: int = 1
+    """Accuracy is the mean over them."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """May truncate; temperature 0 is greedy."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("interval", 0), ("num_problems", 0), ("completions_per_problem", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The loop."""
+
+    num_steps: int = 100
+    """Rollouts."""
+    num_mini_batches: int = 2
+    """Optimiser steps per rollout; divides prompts_per_step."""
+    microbatch_tokens: int = 8192
+    """Most packed tokens in one forward and backward pass."""
+    shadow_interval: int = 20
+    """Steps between BF16 shadow passes, which measure over-clipping; calibration makes its own. 0 makes none."""
+    require_exact: bool = True
+    """Stop when rollout_logprobs and the trainer's differ by a bit under a batch-invariant recipe."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "num_mini_batches", "microbatch_tokens", "shadow_interval"):
+            least = 0 if name == "shadow_interval" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run."""
+
+    output_dir: str
+    """Folder of the run: config.yaml, metrics.jsonl, model/."""
+    overwrite: bool = False
+    """Replace an earlier run in output_dir; otherwise its presence is an error."""
+    seed: int = 0
+    """Of the problem order, the samples and the dither."""
+    device: str = "cpu"
+    """Where the decoder runs, as torch names it."""
+    model: ModelConfig
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    task: ArithmeticConfig | GSM8KConfig
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    calibration: CalibrationConfig | None = field(default_factory=CalibrationConfig)
+    """Calibrated clipping; null keeps the bounds of algorithm.clip."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        rollout, trainer = self.rollout, self.trainer
+        if rollout.group_size == 1 and self.algorithm.advantage.scale_by_std:
+            raise ValueError(
+                "rollout.group_size=1 has no standard deviation to divide by (algorithm.advantage.scale_by_std=true). "
+                "Use rollout.group_size >= 2, as 8"
+            )
+        if rollout.prompts_per_step % trainer.num_mini_batches:
+            raise ValueError(
+                f"rollout.prompts_per_step={rollout.prompts_per_step} is not a multiple of "
+                f"trainer.num_mini_batches={trainer.num_mini_batches}: mini-batches hold whole groups. Change either"
+            )
+        if self.calibration is not None and trainer.num_mini_batches == 1:
+            raise ValueError(
+                "calibration needs ratios that differ from 1, and with trainer.num_mini_batches=1 every ratio is 1. "
+                "Use trainer.num_mini_batches >= 2, or calibration: null"
+            )
+        longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+        if longest > rollout.engine.kv_cache_tokens // rollout.engine.page_size * rollout.engine.page_size:
+            raise ValueError(
+                f"rollout.engine.kv_cache_tokens={rollout.engine.kv_cache_tokens} cannot hold one sequence of "
+                f"max_prompt_tokens + max_completion_tokens = {longest} tokens. Raise it"
+            )
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence of the run."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens

@@ -1,0 +1,83 @@
+"""What a run leaves behind and shows: metrics.jsonl, one console line a step, progress bars."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a step, written as soon as the step is over."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, metrics: dict[str, Any]) -> None:
+        """Write one line; a line is on disk whole or not at all, barring a full disk."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+
+class StepClock:
+    """Seconds spent in the phases of one step."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.metrics: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside to `time/<name>_s`."""
+        start = time.perf_counter()
+        yield
+        key = f"time/{name}_s"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+
+    def finish(self) -> dict[str, float]:
+        """All phases, and `time/step_s`."""
+        return {**self.metrics, "time/step_s": time.perf_counter() - self.started}
+
+
+class Display:
+    """The console: a line a step, and bars for rollout and update while they run on a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        """Print one line."""
+        self.console.print(text, markup=False)
+
+    @contextmanager
+    def bar(self, name: str, total: int) -> Iterator[Any]:
+        """A progress bar that disappears when done; yields advance(count)."""
+        columns = (TextColumn("{task.description:>8}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        disabled = not self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=disabled) as progress:
+            task = progress.add_task(name, total=total)
+            yield lambda count: progress.advance(task, count)
+
+    def step(self, metrics: dict[str, Any], num_steps: int) -> None:
+        """The line of one step."""
+        parts = [
+            f"step {metrics['step'] + 1:>4}/{num_steps}",
+            f"reward {metrics['reward/mean']:.3f}",
+            f"length {metrics['completion/length_mean']:.1f}",
+            f"entropy {metrics['policy/entropy']:.3f}",
+            f"mismatch {metrics['mismatch/max_abs_logprob_diff']:.3g}",
+            f"clip [{metrics['clip/low']:.2f}, {metrics['clip/high']:.2f}]",
+            f"clipped {metrics['loss/clip_fraction']:.1%}",
+        ]
+        if "overclip/low_share" in metrics:
+            parts.append(f"overclip {metrics['overclip/low_share']:.1%}")
+        parts.append(f"{metrics['time/step_s']:.1f} s")
+        if "eval/accuracy" in metrics:
+            parts.append(f"eval {metrics['eval/accuracy']:.3f}")
+        self.line("  ".join(parts))

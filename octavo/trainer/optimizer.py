@@ -1,0 +1,94 @@
+"""AdamW on the FP32 masters, gradient clipping, learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled, on matrices only."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at 0."""
+    warmup_steps: int = 0
+    """Optimiser steps over which the learning rate rises from 0."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "adam_eps", "weight_decay", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is in [0, 1); got {getattr(self, name)}")
+        if self.max_grad_norm <= 0.0:
+            raise ValueError(f"max_grad_norm must be above 0; got {self.max_grad_norm}")
+
+    def lr_at(self, update: int, num_updates: int) -> float:
+        """Learning rate of an optimiser step, counted from 0, of num_updates."""
+        if update < self.warmup_steps:
+            return self.lr * (update + 1) / self.warmup_steps
+        done = (update - self.warmup_steps) / max(1, num_updates - self.warmup_steps)
+        shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
+        return self.lr * shape[self.lr_schedule]
+
+
+class Optimizer:
+    """One AdamW over all masters.
+
+    Args:
+        parameters: FP32 masters.
+        config: the rule.
+        num_updates: optimiser steps of the whole run, for the schedule.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig, num_updates: int) -> None:
+        self.config, self.num_updates, self.update = config, num_updates, 0
+        self.parameters = parameters
+        matrices = [p for p in parameters if p.ndim > 1]
+        vectors = [p for p in parameters if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.adam_eps)
+
+    def step(self) -> dict[str, float]:
+        """Clip the gradients, update the masters, clear the gradients.
+
+        Returns:
+            optimizer/grad_norm before clipping, and optimizer/lr.
+
+        Raises:
+            ValueError: a gradient is not finite; no master has been touched.
+        """
+        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm).item()
+        if not math.isfinite(grad_norm):
+            raise ValueError(
+                f"the gradient norm of optimiser step {self.update} is {grad_norm}; no weight was changed. Lower "
+                f"optimizer.lr, or look for the first loss in metrics.jsonl that is not finite"
+            )
+        lr = self.config.lr_at(self.update, self.num_updates)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.update += 1
+        return {"optimizer/grad_norm": grad_norm, "optimizer/lr": lr}

@@ -1,0 +1,196 @@
+"""Setting up a run: everything that can fail for want of a file or a key fails here, before the first step."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoTokenizer, GenerationConfig
+
+from octavo.models.checkpoint import load_decoder
+from octavo.models.config import read_config
+from octavo.models.decoder import Decoder
+from octavo.rl.losses import ClipBounds
+from octavo.rollout.engine import Engine
+from octavo.rollout.sampler import uniform_bits
+from octavo.tasks.problem import Problem, Task
+from octavo.tasks.prompts import encode_prompt, keep_within_limit, stop_token_ids
+from octavo.trainer.config import TrainConfig
+from octavo.trainer.config_file import to_dict
+from octavo.trainer.metrics import Display, MetricsFile
+from octavo.trainer.optimizer import Optimizer
+
+TRAINING, EVALUATION = 0, 1
+"""Streams of random numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedProblem:
+    """A problem and its prompt as token ids."""
+
+    problem: Problem
+    prompt: list[int]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What the loop works with. Only `bounds` and what its objects hold change while it runs."""
+
+    config: TrainConfig
+    task: Task
+    tokenizer: Any
+    train_problems: Sequence[EncodedProblem]
+    test_problems: Sequence[EncodedProblem]
+    policy: Decoder
+    engine: Engine
+    display: Display
+    bounds: ClipBounds
+    """Of the ratio; calibrated clipping moves them."""
+
+    def seed(self, stream: int, step: int) -> int:
+        """Of the engine's random numbers in one step."""
+        return uniform_bits(self.config.seed, stream, step)
+
+    def problems_of_step(self, step: int) -> list[EncodedProblem]:
+        """P training problems; each epoch is a new permutation. Depends on the seed and the step only."""
+        total, size = len(self.train_problems), self.config.rollout.prompts_per_step
+        places = range(step * size, (step + 1) * size)
+        return [self.train_problems[_permutation(total, self.config.seed, i // total)[i % total]] for i in places]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of a completion, without special tokens."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def load_run(config: TrainConfig, display: Display) -> Run:
+    """Read task, tokenizer and model.
+
+    Raises:
+        ValueError: something is missing or does not fit; one line says what, and what to do.
+    """
+    read_config(config.model.path)
+    task = config.task.build()
+    tokenizer = load_tokenizer(config.model.path)
+    limit = config.rollout.max_prompt_tokens
+    train_problems, num_long = keep_within_limit(_encode(config, task, tokenizer, task.train), limit)
+    test_problems, num_long_test = keep_within_limit(_encode(config, task, tokenizer, task.test), limit)
+    if num_long or num_long_test:
+        display.line(
+            f"left out {num_long} of {len(task.train)} training and {num_long_test} of {len(task.test)} test problems: "
+            f"their prompts exceed rollout.max_prompt_tokens={limit}"
+        )
+    policy = load_decoder(
+        config.model.path,
+        config.precision.expand(),
+        max_tokens=config.max_tokens,
+        dither_seed=config.seed if config.model.dither_masters else None,
+        device=config.device,
+    )
+    display.line(describe(policy))
+    stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
+    clip = config.algorithm.clip.bounds() if config.calibration is None else config.calibration.start_bounds()
+    return Run(
+        config=config,
+        task=task,
+        tokenizer=tokenizer,
+        train_problems=train_problems,
+        test_problems=test_problems,
+        policy=policy,
+        engine=Engine(policy, config.rollout.engine, stops),
+        display=display,
+        bounds=clip,
+    )
+
+
+def describe(policy: Decoder) -> str:
+    """One line: the model, its precision flow and where it runs."""
+    config, recipe = policy.config, policy.recipe
+    num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+    kept = "nothing is FP8" if not recipe.quantizes else f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}"
+    return (
+        f"policy: {config.family}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}, {kept}; "
+        f"FP8 simulated by exact sums on {policy.embed_tokens.device}"
+    )
+
+
+def make_optimizer(run: Run) -> Optimizer:
+    """AdamW over all masters of the policy."""
+    trainer = run.config.trainer
+    return Optimizer(list(run.policy.parameters()), run.config.optimizer, trainer.num_steps * trainer.num_mini_batches)
+
+
+def load_reference(config: TrainConfig) -> Decoder | None:
+    """The frozen model that training started from, when a KL penalty needs it: its own bytes, no gradient."""
+    if config.algorithm.kl.coefficient == 0.0:
+        return None
+    reference = load_decoder(
+        config.model.path, config.precision.expand(), max_tokens=config.max_tokens, device=config.device
+    )
+    return reference.requires_grad_(False)
+
+
+def open_output(config: TrainConfig) -> MetricsFile:
+    """Make the run's folder and write config.yaml.
+
+    Raises:
+        ValueError: an earlier run is there and `overwrite` is false, or the folder cannot be made.
+    """
+    folder = Path(config.output_dir)
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists() and not config.overwrite:
+        raise ValueError(f"{folder} holds an earlier run. Give another output_dir, or overwrite=true to replace it")
+    try:
+        for name in ("model", "model.partial"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+        metrics.write_text("", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"output_dir={str(folder)!r} cannot be written: {error.strerror}. Give another") from error
+    return MetricsFile(metrics)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a Hugging Face folder or hub id.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.path={path!r} has no tokenizer that transformers can read: {reason}") from error
+
+
+def load_generation_config(path: str) -> GenerationConfig | None:
+    """generation_config.json if the model has one."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+def _encode(config: TrainConfig, task: Task, tokenizer: Any, problems: Sequence[Problem]) -> list[EncodedProblem]:
+    return [
+        EncodedProblem(
+            problem=problem,
+            prompt=encode_prompt(
+                tokenizer, task.prompt_text(problem), task.system_prompt, chat_template=config.model.chat_template
+            ),
+        )
+        for problem in problems
+    ]
+
+
+@lru_cache(maxsize=4)
+def _permutation(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(size))
+    random.Random(uniform_bits(seed, epoch, size)).shuffle(order)
+    return tuple(order)

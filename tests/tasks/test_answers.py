@@ -1,0 +1,121 @@
+import threading
+from decimal import Decimal
+
+import pytest
+
+from octavo.tasks.answers import extract_answer, final_number, math_equal, parse_number
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("The answer is \\boxed{72}.", "72"),
+        ("#### 72", "72"),
+        ("half of 48 is 24, so 48 + 24 = 72", "72"),
+        ("first \\boxed{1}, no: \\boxed{2}", "2"),  # the last box counts
+        ("#### 5\nso \\boxed{6}", "6"),  # a box before ####
+        ("\\boxed{6}\n#### 5", "6"),
+        ("#### 5\n#### 6", "6"),
+        ("#### 72 dollars", "72"),
+        ("####\n72", "72"),
+        ("#### $1,234.50", "$1,234.50"),
+        ("#### 72\nThat took 3 steps.", "72"),
+        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+        ("10-5", "5"),  # a minus that subtracts
+        ("it fell to -5 degrees", "-5"),
+        ("it fell to \u22125 degrees", "-5"),
+        ("a loss of -$5", "-$5"),
+        ("numbers 1,2,3", "3"),  # no thousands separators
+        ("it costs 70,000.", "70,000"),
+        ("that is 18%.", "18%"),
+        ("pi is about 3.14.", "3.14"),
+        ("", None),
+        ("no number at all", None),
+        ("####", None),
+        ("it is 72 ####  \n", None),  # announced, not given: 72 must not stand in
+        ("it is 72, \\boxed{}", None),
+        ("it is 72, \\boxed{7", None),  # cut off inside the box
+    ],
+)
+def test_extract_answer(text, expected):
+    assert extract_answer(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("72", "72"),
+        ("3.0", "3"),
+        ("3.", "3"),
+        (".5", "0.5"),
+        ("-7", "-7"),
+        ("+7", "7"),
+        ("\u22127", "-7"),
+        ("$18", "18"),
+        ("\\$18", "18"),
+        ("-$18", "-18"),
+        ("$-18", "-18"),
+        ("$18$", "18"),
+        ("18%", "18"),
+        ("18\\%", "18"),
+        ("1,234,567.5", "1234567.5"),
+        ("1{,}234", "1234"),
+        ("**42**", "42"),
+        ("007", "7"),
+    ],
+)
+def test_parse_number_reads_one_number(text, expected):
+    assert parse_number(text) == Decimal(expected)
+
+
+@pytest.mark.parametrize("text", ["", "-", "$", "1,23", "1 2", "--5", "5 apples", "1/2", "x", "1e5", "NaN", "\u0665"])
+def test_parse_number_refuses_what_is_not_one_number(text):
+    assert parse_number(text) is None
+
+
+def test_final_number_of_a_completion():
+    assert final_number("48 + 24 is 72.\n#### 72.0") == 72
+    assert final_number("\\boxed{x}") is None
+    assert final_number("") is None
+
+
+@pytest.mark.parametrize(
+    "answer, reference, expected",
+    [
+        ("3.0", "3", True),
+        ("70,000", "70000", True),
+        ("0.30", "0.3", True),
+        ("0.1", "0.10000000000000000001", False),  # numbers are compared exactly
+        ("-5", "5", False),
+        ("\\frac{10}{2}", "5", True),
+        ("\\frac{1}{2}", "0.5", True),
+        ("1/2", "0.5", True),
+        ("x = 5", "5", True),
+        ("5 \\text{ apples}", "5", True),
+        ("2x+1", "1+2x", True),
+        ("\\sqrt{16}", "4", True),
+        ("5 or 6", "5", False),  # hedging earns nothing
+        ("5, 6", "6", False),
+        ("\\{5, 6\\}", "5", False),
+        ("5 \\le x", "5", False),
+        ("", "5", False),
+        ("}{", "5", False),
+        ("\\frac{", "5", False),
+        ("\x00", "5", False),
+        ("(" * 200, "5", False),
+        ("1" * 10_000 + "x", "5", False),
+        ("9^{9^{9^{9}}}", "5", False),  # would run for ever if it were evaluated
+        ("2^{99999999999}", "5", False),
+        ("100000000!", "5", False),
+    ],
+)
+def test_math_equal(answer, reference, expected):
+    assert math_equal(answer, reference) is expected
+
+
+def test_math_equal_works_outside_the_main_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(math_equal("\\frac{10}{2}", "5")))
+    thread.start()
+    thread.join()
+    assert found == [True]

@@ -1,0 +1,56 @@
+"""Learning-rate schedules by hand, AdamW's first step by hand, clipping and non-finite gradients."""
+
+import math
+
+import pytest
+import torch
+
+from octavo.trainer.optimizer import Optimizer, OptimizerConfig
+
+
+@pytest.mark.parametrize(
+    "schedule, expected",
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.5 + math.sqrt(2) / 4, 0.5, 0.5 - math.sqrt(2) / 4]),
+    ],
+)
+def test_schedules_after_two_warmup_steps_of_six(schedule, expected):
+    config = OptimizerConfig(lr=1.0, lr_schedule=schedule, warmup_steps=2)
+    assert [config.lr_at(update, 6) for update in range(6)] == pytest.approx(expected)
+
+
+def test_first_step_moves_by_lr_and_decays_matrices_only():
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Optimizer([matrix, vector], OptimizerConfig(lr=0.1, weight_decay=0.5, max_grad_norm=100.0), 1)
+    matrix.grad, vector.grad = torch.full((2, 2), 3.0), torch.full((2,), -4.0)
+    metrics = optimizer.step()
+    # Adam's first step is lr * sign(gradient); the matrix first decays by 1 - 0.1 * 0.5.
+    assert torch.allclose(matrix, torch.full((2, 2), 0.85)) and torch.allclose(vector, torch.full((2,), 1.1))
+    assert metrics["optimizer/grad_norm"] == pytest.approx(math.sqrt(4 * 9 + 2 * 16))
+    assert optimizer.update == 1 and matrix.grad is None
+
+
+def test_gradients_are_scaled_to_the_largest_norm():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = Optimizer([weight], OptimizerConfig(lr=1.0, max_grad_norm=1.0, adam_eps=1.0), 1)
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    # Clipped to (0.6, 0.8); Adam's first step is -lr * g / (|g| + adam_eps).
+    assert torch.allclose(weight, torch.tensor([-0.6 / 1.6, -0.8 / 1.8]))
+
+
+def test_a_gradient_that_is_not_finite_stops_before_any_weight_changes():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = Optimizer([weight], OptimizerConfig(), 1)
+    weight.grad = torch.tensor([math.nan, 1.0])
+    with pytest.raises(ValueError, match="gradient norm of optimiser step 0 is nan"):
+        optimizer.step()
+    assert torch.equal(weight, torch.ones(2)) and optimizer.update == 0
+
+
+@pytest.mark.parametrize("key, value", [("lr", -1.0), ("beta1", 1.0), ("max_grad_norm", 0.0), ("warmup_steps", -1)])
+def test_bad_values_are_named(key, value):
+    with pytest.raises(ValueError, match=f"{key}.*{value}"):
+        OptimizerConfig(**{key: value})
