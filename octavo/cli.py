@@ -93,9 +93,7 @@ def generate(
     stops = stop_token_ids(tokenizer, load_generation_config(model), decoder.hf_config)
     longest = max(len(tokens) for tokens in prompts) + max_tokens
     engine = Engine(decoder, EngineConfig(kv_cache_tokens=max(4096, 2 * longest)), stops)
-    groups = engine.generate(
-        prompts, sampling, max_completion_tokens=max_tokens, group_size=group_size, seed=seed
-    )
+    groups = engine.generate(prompts, sampling, max_completion_tokens=max_tokens, group_size=group_size, seed=seed)
     for text, group in zip(prompt, groups, strict=True):
         for completion in group:
             mean = sum(completion.rollout_logprobs) / len(completion.tokens)

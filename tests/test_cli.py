@@ -74,10 +74,9 @@ MISTAKES = {
     "unknown recipe": ("precision.recipe=fp4", ["precision.recipe", "fp4", "block128"]),
     "kv_cache of another recipe": ("precision.kv_cache=fp32", ["kv_cache", "fp32", "bf16"]),
     "keep_bf16 names nothing": (
-        "precision.keep_bf16=[lm_head, embed_tokens, gate]",
+        "precision.keep_bf16=[gate]",
         ["keep_bf16", "'gate'", "names no module"],
     ),
-    "keep_bf16 forgets lm_head": ("precision.keep_bf16=[embed_tokens]", ["keep_bf16", "lm_head", "Add"]),
     "top_p in training": ("rollout.sampling.top_p=0.9", ["top_p", "0.9", "biases", "top_p: 1.0"]),
     "top_k in training": ("rollout.sampling.top_k=50", ["top_k", "50", "top_k: 0"]),
     "greedy training": ("rollout.sampling.temperature=0", ["temperature", "greedy"]),

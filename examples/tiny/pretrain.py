@@ -130,7 +130,7 @@ def print_held_out(model, tokenizer, task: Task) -> None:
     """Accuracy on the held-out problems: sampled, greedy, and any of 8 samples right."""
     problems = list(task.test)
     rounds = [sample(model, tokenizer, problems, do_sample=True) for _ in range(8)]
-    rewards = torch.tensor([list(map(task.score, problems, texts)) for texts in rounds])     # [8, P]
+    rewards = torch.tensor([list(map(task.score, problems, texts)) for texts in rounds])  # [8, P]
     greedy = torch.tensor(list(map(task.score, problems, sample(model, tokenizer, problems, do_sample=False))))
     mixed = (rewards.std(dim=0) > 0).float().mean()
     worked = [[text.startswith(":") for text in texts] for texts in rounds]
@@ -165,7 +165,7 @@ def main() -> None:
     pretrain(model, tokenizer, config, args)
     model.to(torch.bfloat16).save_pretrained(args.folder)
     tokenizer.save_pretrained(args.folder)
-    model = Qwen3ForCausalLM.from_pretrained(args.folder, dtype=torch.float32)     # the weights as others read them
+    model = Qwen3ForCausalLM.from_pretrained(args.folder, dtype=torch.float32)  # the weights as others read them
     print_held_out(model, tokenizer, config.build())
 
 

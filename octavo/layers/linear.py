@@ -103,6 +103,11 @@ class FP8Linear(nn.Module):
     def freeze_activation_scale_(self) -> None:
         """Set the static activation scale from the amax seen since the last call, times the recipe's margin."""
         amax = self.activation_amax * self.recipe.amax_margin
+        if not amax.isfinite() or amax == 0.0:
+            raise ValueError(
+                f"the activations that {list(self.projections)} saw since the last step have amax "
+                f"{self.activation_amax.item()}, which gives no static scale: the run has broken, or saw no token"
+            )
         self.activation_scale.copy_(scale_from_amax(amax, self.recipe.scale_rounding))
         self.activation_amax.zero_()
         self.saturation_counts.zero_()

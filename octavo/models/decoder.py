@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         """Start an RL step under static activation scales; nothing to do under other recipes."""
         if self.recipe.static_activation_scale:
             for layer in quantized_layers(self):
-                if layer.quantized and layer.activation_amax.item() > 0.0:
+                if layer.quantized and layer.activation_amax != 0.0:
                     layer.freeze_activation_scale_()
 
     def forward(self, tokens: Tensor, positions: Tensor, context: AttentionContext, *, shadow: bool = False) -> Tensor:

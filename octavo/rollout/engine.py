@@ -16,6 +16,9 @@ from octavo.rollout.kv_cache import KVCache, PagedAttention
 from octavo.rollout.sampler import SamplingConfig, sample
 from octavo.rollout.scheduler import PromptGroup, Scheduler
 
+MAX_GROUP_SIZE = 2**20
+"""Random numbers are keyed by prompt index * this + group member, so a larger group keeps the smaller one's samples."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -118,7 +121,7 @@ class Engine:
             max_prefill_tokens=self.config.max_prefill_tokens,
         )
         sequences = [
-            [scheduler.Sequence(p * group_size + g, group, max_completion_tokens) for g in range(group_size)]
+            [scheduler.Sequence(p * MAX_GROUP_SIZE + g, group, max_completion_tokens) for g in range(group_size)]
             for p, group in enumerate(self._groups(prompts, max_completion_tokens))
         ]
         for group in sequences:

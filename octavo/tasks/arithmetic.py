@@ -33,7 +33,9 @@ def draw_problem_text(rng: random.Random, config: "ArithmeticConfig") -> str:
 
 def running_totals(text: str) -> list[int]:
     """The total after each operation, from the left: "7+8-5" -> [15, 10], "(7+8-5)%10" -> [5, 0]."""
-    total, modulus = re.fullmatch(r"\(?([0-9+-]+)\)?(?:%([0-9]+))?", text).groups()
+    match = re.fullmatch(r"\(?([0-9+-]+)\)?(?:%([0-9]+))?", text)
+    assert match is not None, f"not a sum: {text!r}"
+    total, modulus = match.groups()
     totals = list(accumulate(map(int, re.findall(r"[+-]?[0-9]+", total))))[1:]
     return totals if modulus is None else [value % int(modulus) for value in totals]
 

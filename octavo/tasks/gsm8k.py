@@ -43,7 +43,7 @@ class GSM8KConfig:
         """Reads the problems from disk, or from the hub if `path` is no folder."""
         folder = Path(self.path).expanduser()
         if folder.is_dir():
-            splits = {split: _read_jsonl(folder, split) for split in ("train", "test")}
+            splits: dict[str, Iterable[dict]] = {split: _read_jsonl(folder, split) for split in ("train", "test")}
         else:
             splits = _read_hub(self.path, self.hub_config)
         return Task(
@@ -64,36 +64,51 @@ def score_gsm8k(problem: Problem, completion_text: str) -> float:
 
 def _read_jsonl(folder: Path, split: str) -> list[dict]:
     for name, open_text in ((f"{split}.jsonl", open), (f"{split}.jsonl.gz", gzip.open)):
-        if (folder / name).is_file():
-            with open_text(folder / name, "rt", encoding="utf-8") as lines:
-                return [json.loads(line) for line in lines if line.strip()]
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            with open_text(file, "rt", encoding="utf-8") as lines:
+                return [_row(line, file, number) for number, line in enumerate(lines, start=1) if line.strip()]
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} cannot be read: {error}. Fetch it again") from error
     present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-    raise FileNotFoundError(
-        f"GSM8KConfig.path={str(folder)!r} wants {split}.jsonl or {split}.jsonl.gz in that folder; it holds {present}. "
-        f"Add the file, or name another folder."
+    raise ValueError(
+        f"task.path={str(folder)!r} wants {split}.jsonl or {split}.jsonl.gz in that folder; it holds {present}. "
+        f"Add the file, or name another folder"
     )
+
+
+def _row(line: str, file: Path, number: int) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}, line {number}: not JSON ({error.msg}). Correct the line") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{file}, line {number}: wants a JSON object, got {type(row).__name__}. Correct the line")
+    return row
 
 
 def _read_hub(name: str, hub_config: str) -> dict[str, Iterable[dict]]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        raise FileNotFoundError(
-            f"GSM8KConfig.path={name!r} wants an existing folder with train.jsonl and test.jsonl, or a hub data set "
-            f"such as 'openai/gsm8k'; there is no such folder, and this is no such name. Correct the path."
+        raise ValueError(
+            f"task.path={name!r} wants an existing folder with train.jsonl and test.jsonl, or a hub data set such as "
+            f"'openai/gsm8k'; there is no such folder, and this is no such name. Correct the path"
         )
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ImportError(
-            f"GSM8KConfig.path={name!r} is no folder here, so it is read from the hub, which wants the package "
-            f"datasets; it is not installed. Run `pip install datasets`, or set path to a folder with train.jsonl "
-            f"and test.jsonl."
+        raise ValueError(
+            f"task.path={name!r} is no folder here, so it is read from the hub, which wants the package datasets; it "
+            f"is not installed. Run `pip install datasets`, or give a folder with train.jsonl and test.jsonl"
         ) from error
     try:
         return {split: load_dataset(name, hub_config, split=split) for split in ("train", "test")}
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(
-            f"GSM8KConfig.path={name!r} is no folder here, and the hub did not give configuration {hub_config!r} "
-            f"of a data set of that name ({error}). Correct the path, or name a local folder."
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"task.path={name!r} is no folder here, and the hub did not give configuration {hub_config!r} of a data "
+            f"set of that name ({reason}). Correct the path, or name a local folder"
         ) from error
 
 

@@ -54,6 +54,8 @@ class PrecisionConfig:
         """The complete recipe."""
         chosen = {name: getattr(self, name) for name in ("kv_cache", "saved_activations", "keep_bf16")}
         changes = {name: value for name, value in chosen.items() if value is not None}
+        if self.keep_bf16 is not None:
+            changes["keep_bf16"] = tuple(dict.fromkeys(("lm_head", "embed_tokens", *self.keep_bf16)))
         return get_recipe(self.recipe, scale_rounding=self.scale_rounding, amax_margin=self.amax_margin, **changes)
 
 

@@ -69,11 +69,11 @@ def train_step(
     metrics: dict[str, Any] = {}
     policy.freeze_activation_scales_()
     with clock.phase("rollout"):
-        problems = run.problems_of_step(step)                                               # P prompts
-        completions = sample(run, problems, step)                                           # P x G
-        rewards = score(run, problems, completions)                                         # [P, G]
-        advantages = group_relative(rewards, config.algorithm.advantage)                    # [P, G]
-        mini_batches = pack(                                                                # microbatches of [T]
+        problems = run.problems_of_step(step)  # P prompts
+        completions = sample(run, problems, step)  # P x G
+        rewards = score(run, problems, completions)  # [P, G]
+        advantages = group_relative(rewards, config.algorithm.advantage)  # [P, G]
+        mini_batches = pack(  # microbatches of [T]
             completions,
             advantages,
             num_mini_batches=config.trainer.num_mini_batches,
@@ -84,23 +84,23 @@ def train_step(
 
     measures = shadow_wanted(config, step)
     with clock.phase("old_logprobs"):
-        mini_batches = [annotate(run, reference, batch) for batch in mini_batches]          # old, ref logprobs
+        mini_batches = [annotate(run, reference, batch) for batch in mini_batches]  # old, ref logprobs
         metrics |= check_mismatch(run, mini_batches)
     if measures:
         with clock.phase("shadow"):
-            mini_batches[-1] = annotate_shadow(run, mini_batches[-1])                       # BF16 shadow, old
+            mini_batches[-1] = annotate_shadow(run, mini_batches[-1])  # BF16 shadow, old
 
     metrics |= {"clip/low": run.bounds.low, "clip/high": run.bounds.high}
     with run.display.bar("update", sum(len(batch.microbatches) for batch in mini_batches)) as advance:
         for mini_batch in mini_batches:
             with clock.phase("update"):
-                logprobs, learned = accumulate(run, mini_batch, advance)                    # forward, loss, backward
+                logprobs, learned = accumulate(run, mini_batch, advance)  # forward, loss, backward
             if measures and mini_batch is mini_batches[-1]:
                 with clock.phase("shadow"):
-                    metrics |= measure_shadow(run, mini_batch, logprobs, step, pool)        # before its update
+                    metrics |= measure_shadow(run, mini_batch, logprobs, step, pool)  # before its update
             with clock.phase("update"):
                 learned |= optimizer.step()
-                policy.requantize_()                                                        # the engine's bytes too
+                policy.requantize_()  # the engine's bytes too
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)
     return metrics | learned
@@ -215,9 +215,7 @@ def measure_shadow(
         return metrics
     weights = tis_weights(old, rollout_logprobs, config.algorithm.tis_cap)
     pool.append(
-        calibration.measure(
-            ratio, shadow_ratio, weights, advantages, mask, config.algorithm.clip, config.calibration
-        )
+        calibration.measure(ratio, shadow_ratio, weights, advantages, mask, config.algorithm.clip, config.calibration)
     )
     if calibration.due(step, config.calibration):
         statistics = sum(pool[1:], pool[0])

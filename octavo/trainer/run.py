@@ -114,8 +114,8 @@ def describe(policy: Decoder) -> str:
     num_parameters = sum(parameter.numel() for parameter in policy.parameters())
     kept = "nothing is FP8" if not recipe.quantizes else f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}"
     return (
-        f"policy: {config.family}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}, {kept}; "
-        f"FP8 simulated by exact sums on {policy.embed_tokens.device}"
+        f"policy: {config.family}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}, "
+        f"{kept}; FP8 simulated by exact sums on {policy.embed_tokens.device}"
     )
 
 
@@ -143,6 +143,11 @@ def open_output(config: TrainConfig) -> MetricsFile:
     """
     folder = Path(config.output_dir)
     metrics = folder / "metrics.jsonl"
+    if Path(config.model.path).is_dir() and folder.resolve() in Path(config.model.path).resolve().parents:
+        raise ValueError(
+            f"model.path={config.model.path!r} lies inside output_dir={config.output_dir!r}, whose model/ this run "
+            f"replaces. Give another output_dir"
+        )
     if metrics.exists() and not config.overwrite:
         raise ValueError(f"{folder} holds an earlier run. Give another output_dir, or overwrite=true to replace it")
     try:

@@ -124,13 +124,21 @@ def test_trained_model_is_saved_and_differs_from_the_start(finished):
     after = load_decoder(folder / "model", get_recipe("fp32"))
     changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert sum(changed) > len(changed) // 2
-    assert {file.name for file in (folder / "model").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name for file in (folder / "model").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "w8a16", "tensorwise_static"])
 def test_batch_invariant_recipes_stay_exact_while_they_learn(recipe, tmp_path):
     config = tiny_config(
-        tmp_path / "run", precision__recipe=recipe, trainer__num_steps=2, evaluation__interval=0, trainer__shadow_interval=0
+        tmp_path / "run",
+        precision__recipe=recipe,
+        trainer__num_steps=2,
+        evaluation__interval=0,
+        trainer__shadow_interval=0,
     )
     for line in run_lines(config):
         assert line["mismatch/max_abs_logprob_diff"] == 0.0
@@ -139,9 +147,7 @@ def test_batch_invariant_recipes_stay_exact_while_they_learn(recipe, tmp_path):
 
 
 def test_a_recipe_that_depends_on_the_batch_shows_its_mismatch_and_is_corrected(tmp_path):
-    config = tiny_config(
-        tmp_path / "run", precision__recipe="tensorwise", trainer__num_steps=1, evaluation__interval=0
-    )
+    config = tiny_config(tmp_path / "run", precision__recipe="tensorwise", trainer__num_steps=1, evaluation__interval=0)
     (line,) = run_lines(config)
     assert line["mismatch/max_abs_logprob_diff"] > 0.0
     assert line["mismatch/tis_weight_mean"] != 1.0
