@@ -93,8 +93,8 @@ class Engine:
     ) -> list[list[Completion]]:
         """Sample `group_size` completions of each prompt.
 
-        A completion depends on the weights, its prompt, the sampling rule, the seed and its place (prompt x group
-        size + group member) only: not on batch order, page size, preemption, or how much fits in the cache.
+        A completion depends on the weights, its prompt, the sampling rule, the seed and its place (index of the
+        prompt, group member) only: not on batch order, page size, preemption, or how much fits in the cache.
 
         Args:
             prompts: P lists of token ids.

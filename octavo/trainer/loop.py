@@ -40,6 +40,8 @@ def train(config: TrainConfig, display: Display) -> Path:
     pool: list[CalibrationStatistics] = []
     interval, num_steps = config.evaluation.interval, config.trainer.num_steps
     first = evaluate(run) if interval else {}
+    if first:
+        display.line(f"before training: eval {first['eval/accuracy']:.3f} of {first['eval/num_problems']:.0f} problems")
     for step in range(num_steps):
         clock = StepClock()
         metrics: dict[str, Any] = {"step": step, "policy_version": optimizer.update}

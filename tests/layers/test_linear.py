@@ -465,7 +465,7 @@ def test_saturated_activations_are_counted_and_get_no_gradient():
     x[0, 0] = 1.0  # amax 1 and the margin: saturation above 1.25
     run(layer, x, grad_y)
     assert layer.saturation_counts.tolist() == [0, 40 * K]
-    x[3, 5], x[7, :4], x[8, 0], x[8, 1] = 1.5, -20.0, 1.2, torch.inf
+    x[3, 5], x[7, :4], x[8, 0], x[8, 1] = 1.5, -20.0, 1.2, 1e30
     _, grad_x, grad_weight, _ = run(layer, x, grad_y)
     saturated = torch.zeros(40, K, dtype=torch.bool)
     saturated[3, 5], saturated[7, :4], saturated[8, 1] = True, True, True
@@ -476,6 +476,14 @@ def test_saturated_activations_are_counted_and_get_no_gradient():
     assert torch.equal(grad_x, straight.masked_fill(saturated, 0.0))
     layer.freeze_activation_scale_()
     assert layer.saturation_counts.tolist() == [0, 0]
+
+
+def test_activations_that_are_not_finite_give_no_static_scale():
+    layer = make_layer("tensorwise_static")
+    run(layer, *make_batch(layer, 40))
+    layer.activation_amax.fill_(torch.inf)
+    with pytest.raises(ValueError, match="amax inf, which gives no static scale"):
+        layer.freeze_activation_scale_()
 
 
 def test_saturation_is_that_of_the_forward_pass():

@@ -10,7 +10,7 @@ from tiny_models import VOCAB, lay_end_to_end, mismatch, random_prompts, tiny_co
 
 from octavo.layers.attention import PackedAttention
 from octavo.numerics.recipe import get_recipe
-from octavo.rollout.engine import Engine, EngineConfig
+from octavo.rollout.engine import MAX_GROUP_SIZE, Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig, uniform_bits
 
 ROOMY = EngineConfig()
@@ -172,7 +172,7 @@ def test_a_token_is_its_keys_place_in_the_cumulative_softmax(temperature):
         logits = logits_of(policy("block128"), completion)
         cumulative = (logits.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
         for i, token in enumerate(completion.tokens):
-            u = uniform_bits(seed, p * G + g, len(completion.prompt) + i) / 2**64
+            u = uniform_bits(seed, p * MAX_GROUP_SIZE + g, len(completion.prompt) + i) / 2**64
             below = cumulative[i, token - 1].item() if token else 0.0
             assert below - 1e-6 <= u <= cumulative[i, token].item() + 1e-6
             checked += 1
