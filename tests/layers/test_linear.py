@@ -1,111 +1,28 @@
 """The three GEMMs of a linear layer, recipe by recipe, against float64 on the operands that the recipe's row names."""
 
-import copy
-
 import pytest
 import torch
+from linear_layers import (
+    BATCH_INVARIANT,
+    GEMMS,
+    QKV,
+    K,
+    assert_is_product,
+    every_quantised,
+    every_recipe,
+    hat,
+    make_batch,
+    make_layer,
+    make_twin,
+    run,
+    static_scale,
+    weight_hat,
+)
 
 from octavo.kernels.gemm import QuantizedMatrix
-from octavo.layers.linear import FP8Linear, pad_tokens, quantized_layers
+from octavo.layers.linear import pad_tokens
 from octavo.numerics.error import relative_error
-from octavo.numerics.exact import to_grid
-from octavo.numerics.fp8 import expand_scale, quantize
 from octavo.numerics.recipe import GemmRecipe, get_recipe
-
-TENSOR, ROW, COLUMN = (None, None), (1, None), (None, 1)
-ALONG_K, ALONG_T, SQUARE = (1, 128), (128, 1), (128, 128)
-# Blocks of (X, W) in FProp, (dY, W) in DGrad, (dY, X) in WGrad; None is not quantised.
-GEMMS = {
-    "bf16": ((None, None), (None, None), (None, None)),
-    "fp32": ((None, None), (None, None), (None, None)),
-    "block128": ((ALONG_K, SQUARE), (ALONG_K, SQUARE), (ALONG_T, ALONG_T)),
-    "rowwise": ((ROW, ROW), (ROW, COLUMN), (COLUMN, COLUMN)),
-    "tensorwise": ((TENSOR, TENSOR), (TENSOR, TENSOR), (TENSOR, TENSOR)),
-    "w8a16": ((None, SQUARE), (ALONG_K, SQUARE), (ALONG_T, ALONG_T)),
-    "tensorwise_static": ((TENSOR, TENSOR), (TENSOR, TENSOR), (TENSOR, TENSOR)),
-}
-QUANTISED = [name for name in GEMMS if name not in ("bf16", "fp32")]
-BATCH_INVARIANT = [name for name in GEMMS if name != "tensorwise"]
-every_recipe = pytest.mark.parametrize("name", GEMMS)
-every_quantised = pytest.mark.parametrize("name", QUANTISED)
-
-K = 200  # a block of 128 and a ragged one
-QKV = {"q_proj": 192, "k_proj": 64, "v_proj": 64}
-
-
-def make_layer(recipe, projections=None, bias=False, in_features=K):
-    """A layer with random masters whose projections differ in size, ready to run."""
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    layer = FP8Linear(in_features, projections or QKV, bias=bias, recipe=recipe, path="model.layers.0.self_attn")
-    with torch.no_grad():
-        layer.weight.normal_(std=0.1)
-        for size, piece in zip((1.0, 0.05, 20.0), layer.weight.split(layer.splits), strict=False):
-            piece.mul_(size)
-        if bias:
-            layer.bias.normal_()
-    layer.requantize_()
-    return layer
-
-
-def make_batch(layer, T):
-    """X [T, K] and dY [T, N] in the activation format, tokens of different sizes."""
-    dtype = torch.float32 if layer.recipe.high_precision == "fp32" else torch.bfloat16
-    x, grad_y = (torch.randn(T, n) * (0.1 + torch.rand(T, 1)) for n in (layer.in_features, sum(layer.splits)))
-    return x.to(dtype), grad_y.to(dtype)
-
-
-def run(layer, x, grad_y):
-    """Y, dX, dW, db."""
-    x = x.detach().clone().requires_grad_()
-    layer.zero_grad()
-    y = layer(x)
-    y.backward(grad_y)
-    return y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad
-
-
-def hat(x, quant_block, splits=None, dim=1, scale=None):
-    """What an operand decodes to, in float64; each fused projection along dim is quantised on its own."""
-    if quant_block is None:
-        return x.detach().double()
-    if scale is not None:
-        return (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).double() * scale.double()
-    pieces = []
-    for piece in x.detach().split(splits or [x.shape[dim]], dim=dim):
-        q, scales = quantize(piece, quant_block)
-        pieces.append(q.double() * expand_scale(scales, piece.shape, quant_block).double())
-    return torch.cat(pieces, dim=dim)
-
-
-def weight_hat(layer, name, block):
-    """W as a GEMM of the recipe sees it, in float64."""
-    if block is None:
-        return layer.weight.detach().to(torch.float32 if name == "fp32" else torch.bfloat16).double()
-    return hat(layer.weight, block, layer.splits, dim=0)
-
-
-def static_scale(x, margin=1.25):
-    return (x.float().abs().amax() * margin / 448.0).reshape(1, 1)
-
-
-def assert_is_product(got, a, b, bias=None, on_grid=False):
-    """got is a @ b + bias, rounded once.
-
-    Element by element: FP32 factors, scales and sums round each of n terms by n * 2**-24 at most; on_grid, factors are
-    moved to a grid of 2**-23 of their amax instead. On the whole: as good as FP32, or as factors on a grid.
-    """
-    bias = torch.zeros(1) if bias is None else bias
-    expected, terms = a @ b + bias.double(), a.abs() @ b.abs() + bias.double().abs()
-    bound = (a.shape[1] + 3) * 2.0**-24 * terms
-    bound += (2.0**-8 if got.dtype == torch.bfloat16 else 2.0**-24) * expected.abs()
-    if on_grid:
-        bound += 2.0**-23 * a.shape[1] * a.abs().amax() * b.abs().amax()
-    error = (got.double() - expected).abs()
-    assert expected.abs().max() > 0.01
-    assert (error <= bound).all(), f"{(error / bound).max():.2f} times the bound"
-    floor = (to_grid(a, 23) @ to_grid(b, 23, dim=0) if on_grid else a.float() @ b.float()) + bias.float()
-    error, floor = relative_error(got, expected), relative_error(floor.float().to(got.dtype), expected)
-    margin = 1.01 if got.dtype == torch.bfloat16 else 1.5
-    assert error <= margin * floor, f"error {error:.3g}, floor {floor:.3g}"
 
 
 @pytest.mark.parametrize(
@@ -251,14 +168,6 @@ def test_scale_rounding_reaches_every_operand(name):
     assert not torch.equal(run(layer, x, grad_y)[1], run(make_twin(layer, name), x, grad_y)[1])
 
 
-def make_twin(layer, recipe):
-    """The same masters under another recipe."""
-    twin = make_layer(recipe, layer.projections, layer.bias is not None)
-    twin.load_state_dict(layer.state_dict())
-    twin.requantize_()
-    return twin
-
-
 # One forward: a token's numbers do not depend on its batch.
 
 
@@ -327,214 +236,3 @@ def test_zero_huge_and_empty(name):
     got = run(layer, x * 2.0**60, grad_y * 2.0**50)
     for one, other, power in zip(got, expected, (60, 50, 110, 50), strict=True):
         assert torch.equal(one, other * 2.0**power)
-
-
-# One weight: quantised once, in place.
-
-
-def bytes_of(layer):
-    """Every buffer that the forward and backward passes read."""
-    return {name: buffer for name, buffer in layer.named_buffers() if name.startswith(("weight", "dgrad", "bias"))}
-
-
-@every_recipe
-def test_requantize_writes_in_place_and_only_then_is_the_master_seen(name):
-    layer = make_layer(name, bias=True)
-    x, grad_y = make_batch(layer, 40)
-    if name == "tensorwise_static":
-        layer(x)
-    y, grad_x, _, _ = run(layer, x, grad_y)
-    addresses = {buffer: tensor.data_ptr() for buffer, tensor in bytes_of(layer).items()}
-    expected = {"weight_hp"} if name in ("bf16", "fp32") else {"weight_q", "weight_q_scale"}
-    expected |= {"dgrad_q", "dgrad_q_scale"} if name == "rowwise" else set()
-    assert set(addresses) == expected | {"bias_hp"}
-    with torch.no_grad():
-        layer.weight.mul_(-1.7).add_(0.01)
-        layer.bias.add_(1.0)
-    same = run(layer, x, grad_y)
-    assert torch.equal(same[0], y) and torch.equal(same[1], grad_x)
-    layer.requantize_()
-    assert {buffer: tensor.data_ptr() for buffer, tensor in bytes_of(layer).items()} == addresses
-    got = run(layer, x, grad_y)
-    fresh = make_twin(layer, name)
-    if name == "tensorwise_static":
-        fresh(x)
-    expected = run(fresh, x, grad_y)
-    assert not torch.equal(got[0], y) and not torch.equal(got[1], grad_x)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-
-@every_quantised
-def test_a_flipped_bit_or_scale_is_seen_at_once(name):
-    # Prepared operands must not outlive the bytes they were made from, in either direction.
-    layer = make_layer(name)
-    x, grad_y = make_batch(layer, 40)
-    layer(x)
-    y, grad_x, _, _ = run(layer, x, grad_y)
-    dgrad = "dgrad_q" if name == "rowwise" else "weight_q"
-    layer.weight_q.view(torch.uint8)[300, 7] ^= 0x80  # the sign of one weight
-    flipped = run(layer, x, grad_y)
-    changed = (flipped[0] != y).any(dim=0)
-    assert changed[300] and changed.sum() == 1
-    assert torch.equal(flipped[1], grad_x) == (name == "rowwise")  # which has other bytes for DGrad
-    layer.weight_q.view(torch.uint8)[300, 7] ^= 0x80
-    again = run(layer, x, grad_y)
-    assert torch.equal(again[0], y) and torch.equal(again[1], grad_x)
-    layer.weight_q_scale[0, 0] *= 2.0
-    assert not torch.equal(run(layer, x, grad_y)[0], y)
-    layer.weight_q_scale[0, 0] /= 2.0
-    getattr(layer, dgrad).view(torch.uint8)[300, 7] ^= 0x80
-    changed = (run(layer, x, grad_y)[1] != grad_x).any(dim=0)
-    assert changed[7] and changed.sum() == 1
-    getattr(layer, dgrad).view(torch.uint8)[300, 7] ^= 0x80
-    getattr(layer, f"{dgrad}_scale")[0, 0] *= 2.0
-    assert not torch.equal(run(layer, x, grad_y)[1], grad_x)
-
-
-def test_a_copy_has_its_own_bytes():
-    # A copied buffer counts its writes from the beginning again: what was prepared for the original is not the copy's.
-    layer = make_layer("block128")
-    layer.requantize_()
-    x, _ = make_batch(layer, 40)
-    y = layer(x)
-    for writes in range(1, 4):
-        twin = copy.deepcopy(layer)
-        with torch.no_grad():
-            twin.weight.neg_()
-        for _ in range(writes):
-            twin.requantize_()
-        assert torch.equal(twin(x), -y)
-    assert torch.equal(layer(x), y)
-
-
-# The BF16 shadow.
-
-
-@every_recipe
-def test_shadow_is_a_product_with_the_rounded_master(name):
-    layer = make_layer(name, bias=True)
-    plain = make_twin(layer, "fp32" if name == "fp32" else "bf16")
-    x, _ = make_batch(layer, 50)
-    expected = plain(x).detach()
-    assert torch.equal(layer(x, shadow=True), expected)
-    for buffer in bytes_of(layer).values():
-        buffer.view(torch.uint8).fill_(0x7F)  # a NaN in E4M3, 3e38 in the others
-    assert torch.equal(layer(x, shadow=True), expected)
-    with torch.no_grad():
-        layer.weight.neg_()  # seen without requantize_
-        layer.bias.neg_()
-    assert torch.equal(layer(x, shadow=True), -expected)
-
-
-def test_shadow_carries_no_gradient_and_calibrates_nothing():
-    layer = make_layer("tensorwise_static", bias=True)
-    x, _ = make_batch(layer, 50)
-    assert not layer(x.requires_grad_(), shadow=True).requires_grad
-    assert layer.activation_amax.item() == 0.0 and layer.activation_scale.isnan().all()
-    assert layer.saturation_counts.tolist() == [0, 0]
-
-
-# Static activation scales.
-
-
-@pytest.mark.parametrize("margin", [1.0, 1.25, 2.0])
-def test_a_static_scale_is_frozen_until_told_otherwise(margin):
-    layer = make_layer(get_recipe("tensorwise_static", amax_margin=margin))
-    x, _ = make_batch(layer, 40)
-    w_hat = weight_hat(layer, "tensorwise_static", TENSOR)
-    layer(x)  # the very first batch calibrates itself
-    scale = static_scale(x, margin)
-    assert torch.equal(layer.activation_scale, scale)
-    for factor in (0.5, 3.0, 0.1):
-        y = layer(x * factor).detach()
-        assert torch.equal(layer.activation_scale, scale)
-        assert_is_product(y, hat(x * factor, TENSOR, scale=scale), w_hat.T, on_grid=True)
-    layer.freeze_activation_scale_()  # from the largest amax since the last time
-    assert torch.equal(layer.activation_scale, static_scale(x * 3.0, margin))
-    layer(x * 0.25)
-    layer.freeze_activation_scale_()
-    assert torch.equal(layer.activation_scale, static_scale(x * 0.25, margin))
-
-
-def test_saturated_activations_are_counted_and_get_no_gradient():
-    layer, dynamic = make_layer("tensorwise_static"), make_layer("tensorwise")
-    dynamic.load_state_dict(layer.state_dict())
-    dynamic.requantize_()
-    x, grad_y = make_batch(layer, 40)
-    x = x.clamp(-1.0, 1.0)
-    x[0, 0] = 1.0  # amax 1 and the margin: saturation above 1.25
-    run(layer, x, grad_y)
-    assert layer.saturation_counts.tolist() == [0, 40 * K]
-    x[3, 5], x[7, :4], x[8, 0], x[8, 1] = 1.5, -20.0, 1.2, 1e30
-    _, grad_x, grad_weight, _ = run(layer, x, grad_y)
-    saturated = torch.zeros(40, K, dtype=torch.bool)
-    saturated[3, 5], saturated[7, :4], saturated[8, 1] = True, True, True
-    assert layer.saturation_counts.tolist() == [6, 2 * 40 * K]
-    assert torch.equal(layer.saturated(x), saturated) and dynamic.saturated(x) is None
-    straight = run(dynamic, torch.zeros_like(x), grad_y)[1]  # DGrad does not see X
-    assert (straight[saturated] != 0.0).all()
-    assert torch.equal(grad_x, straight.masked_fill(saturated, 0.0))
-    layer.freeze_activation_scale_()
-    assert layer.saturation_counts.tolist() == [0, 0]
-
-
-def test_activations_that_are_not_finite_give_no_static_scale():
-    layer = make_layer("tensorwise_static")
-    run(layer, *make_batch(layer, 40))
-    layer.activation_amax.fill_(torch.inf)
-    with pytest.raises(ValueError, match="amax inf, which gives no static scale"):
-        layer.freeze_activation_scale_()
-
-
-def test_saturation_is_that_of_the_forward_pass():
-    layer = make_layer("tensorwise_static")
-    x, grad_y = make_batch(layer, 40)
-    layer(x)
-    leaf = (x * 4.0).requires_grad_()
-    y = layer(leaf)
-    layer.freeze_activation_scale_()  # a new RL step before this backward: the forward pass saturated all the same
-    saturated = (x * 4.0).float().abs() > 1.25 * x.float().abs().amax()
-    y.backward(grad_y)
-    assert saturated.sum() > 10 and torch.equal(leaf.grad == 0.0, saturated)
-
-
-# Layers that stay in BF16.
-
-
-@pytest.mark.parametrize("pattern", ["[qkv]_proj", "self_attn.*", "layers.0.*", "model.layers.0.self_attn.?_proj"])
-@every_quantised
-def test_kept_layers_are_bf16_layers(name, pattern):
-    layer = make_layer(get_recipe(name, keep_bf16=("lm_head", "embed_tokens", pattern)), bias=True)
-    assert not layer.quantized and "weight_q" not in dict(layer.named_buffers())
-    plain = make_twin(layer, "bf16")
-    x, grad_y = make_batch(layer, 150)
-    for got, expected in zip(run(layer, x, grad_y), run(plain, x, grad_y), strict=True):
-        assert expected.abs().max() > 0.0 and torch.equal(got, expected)
-    assert layer.saturated(x) is None
-
-
-@pytest.mark.parametrize("pattern", ["q", "proj", "layers.1.*", "self_attn", "o_proj"])
-def test_other_patterns_keep_nothing(pattern):
-    assert make_layer(get_recipe("block128", keep_bf16=("lm_head", "embed_tokens", pattern))).quantized
-
-
-@pytest.mark.parametrize("pattern", ["q_proj", "[qk]_proj", "layers.0.self_attn.v_proj"])
-def test_a_fused_projection_is_kept_whole_or_not_at_all(pattern):
-    recipe = get_recipe("block128", keep_bf16=("lm_head", "embed_tokens", pattern))
-    with pytest.raises(
-        ValueError, match=r"keep_bf16.*'q_proj', 'k_proj', 'v_proj'.* of model.layers.0.self_attn; name all"
-    ):
-        make_layer(recipe)
-
-
-def test_quantized_layers_and_their_description():
-    kept = get_recipe("block128", keep_bf16=("lm_head", "embed_tokens", "o_proj"))
-    module = torch.nn.Sequential(make_layer("block128"), torch.nn.ReLU(), make_layer(kept, {"o_proj": 96}, bias=True))
-    assert quantized_layers(module) == [module[0], module[2]]
-    assert module[0].extra_repr() == "200 -> {'q_proj': 192, 'k_proj': 64, 'v_proj': 64}, bias=False, block128"
-    assert module[2].extra_repr() == "200 -> {'o_proj': 96}, bias=True, bf16"
-
-
-def test_state_dict_holds_masters_only():
-    # Bytes and scales are made from them, so a checkpoint cannot contradict itself.
-    assert set(make_layer("rowwise", bias=True).state_dict()) == {"weight", "bias"}

@@ -1,90 +1,28 @@
+"""Tests."""
+
 import json
 import re
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
 
 import pytest
 import yaml
+from run_configs import (
+    BOOL,
+    CISPO,
+    FLOAT,
+    INTEGER,
+    LITERAL,
+    MODEL,
+    TEXT,
+    Model,
+    PPOClip,
+    Run,
+    TaskSet,
+    error_of,
+    message_of,
+)
 
-from octavo.trainer.config_file import ConfigError, from_dict, load_config, to_dict
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOClip:
-    type_name: ClassVar[str] = "ppo_clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-
-    def __post_init__(self):
-        if not 0.0 <= self.clip_low < 1.0:
-            raise ValueError(f"clip_low is an offset below 1,\n in [0, 1); got {self.clip_low}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CISPO:
-    type_name: ClassVar[str] = "cispo"
-    ratio_cap: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    path: str
-    dtype: Literal["bf16", "fp32"] = "bf16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSet:
-    name: str
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    model: Model
-    loss: PPOClip | CISPO = field(default_factory=lambda: PPOClip(clip_low=0.1))
-    shadow_loss: PPOClip | CISPO | None = None
-    seed: int = 0
-    lr: float = 1e-6
-    exact: bool = True
-    note: str = ""
-    stop_after: int | None = None
-    betas: tuple[float, float] = (0.9, 0.95)
-    keep_bf16: tuple[str, ...] = ("lm_head",)
-    tasks: tuple[TaskSet, ...] = ()
-    mode: Literal["off", "on", 8] = "on"
-
-    def __post_init__(self):
-        if self.seed < 0:
-            raise ValueError(f"seed wants 0 or more; got {self.seed}")
-
-
-MODEL = {"path": "m"}
-
-
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Writes text to run.yaml in the present folder and returns its name."""
-    monkeypatch.chdir(tmp_path)
-
-    def write_text(text):
-        (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
-        return "run.yaml"
-
-    return write_text
-
-
-def message_of(call, *args):
-    """The message of the ConfigError that call(*args) raises; always one line."""
-    with pytest.raises(ConfigError) as caught:
-        call(*args)
-    message = str(caught.value)
-    assert "\n" not in message, message
-    return message
-
-
-def error_of(**values):
-    """The message for a Run of these values in a source named `src`."""
-    return message_of(from_dict, Run, {"model": MODEL, **values}, "src")
+from octavo.trainer.config_file import from_dict, load_config, to_dict
 
 
 def test_a_file_of_every_kind_of_value(write):
@@ -174,13 +112,6 @@ def test_to_dict_is_complete():
         "tasks": [{"name": "a", "weight": 1.0}],
         "mode": "on",
     }
-
-
-INTEGER = "Write a whole number, without quotes or point."
-FLOAT = "Write it like 0.1 or 1e-6, without quotes."
-BOOL = "Write it without quotes."
-TEXT = "Put it in quotes."
-LITERAL = "Write one of them, spelt as here, quotes too."
 
 
 @pytest.mark.parametrize(
@@ -327,79 +258,3 @@ def test_yaml_merge_keys_are_not_duplicates(write):
     assert load_config(Run, path).loss.clip_low == 0.3
     path = write("tasks:\n- &a {name: a, weight: 2}\n- {<<: *a, name: b}\nmodel: {path: m}\n")
     assert load_config(Run, path).tasks == (TaskSet(name="a", weight=2.0), TaskSet(name="b", weight=2.0))
-
-
-FILE = "model: {path: m}\nloss: {type: ppo_clip, clip_low: 0.3}\nseed: 1\nstop_after: 5\n"
-
-
-@pytest.mark.parametrize(
-    "override, key, expected",
-    [
-        ("seed=2", "seed", 2),
-        ("lr=3e-5", "lr", 3e-5),
-        ("lr=1", "lr", 1.0),
-        ("exact=false", "exact", False),
-        ("stop_after=null", "stop_after", None),
-        ("note=", "note", ""),
-        ("note= ", "note", ""),
-        ("note=a=b", "note", "a=b"),
-        ("note='8'", "note", "8"),
-        ("betas=[0.5, 1]", "betas", (0.5, 1.0)),
-        ("model.dtype=fp32", "model", Model(path="m", dtype="fp32")),
-        ("loss.clip_high=0.5", "loss", PPOClip(clip_low=0.3, clip_high=0.5)),
-        ("loss={type: cispo, ratio_cap: 2}", "loss", CISPO(ratio_cap=2.0)),
-        ("loss={}", "loss", PPOClip(clip_low=0.1)),
-        ("shadow_loss={type: ppo_clip}", "shadow_loss", PPOClip()),
-    ],
-)
-def test_an_override(write, override, key, expected):
-    got = getattr(load_config(Run, write(FILE), [override]), key)
-    assert got == expected and type(got) is type(expected)
-
-
-def test_later_overrides_win_and_build_on_earlier_ones(write):
-    run = load_config(Run, write(FILE), ["seed=2", "seed=3", "loss={type: cispo, ratio_cap: 2}", "loss.ratio_cap=4"])
-    assert (run.seed, run.loss) == (3, CISPO(ratio_cap=4.0))
-    run = load_config(Run, write(FILE), ["shadow_loss.type=cispo", "shadow_loss.ratio_cap=3"])
-    assert run.shadow_loss == CISPO(ratio_cap=3.0)
-
-
-def test_an_override_does_not_reach_through_an_alias(write):
-    path = write("model: {path: m}\nloss: &clip {type: ppo_clip, clip_low: 0.3}\nshadow_loss: *clip\n")
-    run = load_config(Run, path, ["loss.clip_low=0.4"])
-    assert (run.loss.clip_low, run.shadow_loss.clip_low) == (0.4, 0.3)
-
-
-@pytest.mark.parametrize(
-    "override, expected",
-    [
-        ("seed", "override 'seed': wants key=value, the key dotted. Write it like loss.clip_low=0.1."),
-        ("=1", "override '=1': wants key=value, the key dotted. "),
-        ("loss..clip_low=1", "override 'loss..clip_low=1': wants key=value, the key dotted. "),
-        ("seed =1", "override 'seed =1': wants key=value, the key dotted. "),
-        ("sed=1", "override 'sed=1': sed: unknown key, got 1. Did you mean seed? Known: model, "),
-        ("loss.clip_lo=1", "override 'loss.clip_lo=1': loss.clip_lo: unknown key, got 1. Did you mean clip_low? "),
-        ("los.clip_low=1", "run.yaml with override 'los.clip_low=1': los: unknown key, got {'clip_low': 1}. "),
-        ("seed.x=2", "override 'seed.x=2': seed is 1, not a section. Replace it whole: seed=VALUE."),
-        ("lr.x=2", "run.yaml with override 'lr.x=2': lr: wants a finite number, got {'x': 2}. "),
-        ("model.path.x=2", "override 'model.path.x=2': model.path is 'm', not a section. "),
-        ("seed=x", f"override 'seed=x': seed: wants an integer, got 'x'. {INTEGER}"),
-        ("lr=.inf", f"override 'lr=.inf': lr: wants a finite number, got inf. {FLOAT}"),
-        ("loss=cispo", "override 'loss=cispo': loss: wants a section, got 'cispo'. "),
-        ("loss={ratio_cap: 1}", "override 'loss={ratio_cap: 1}': loss.ratio_cap: unknown key, got 1. Remove it. "),
-        ("loss={type: cispo}", "override 'loss={type: cispo}': loss.ratio_cap: missing; wants a finite number. "),
-        ("loss.type=cispo", "run.yaml: loss.clip_low: unknown key, got 0.3. "),
-        ("loss.clip_low=2", "run.yaml with override 'loss.clip_low=2': loss: clip_low is an offset below 1, "),
-        ("seed=-1", "run.yaml with override 'seed=-1': seed wants 0 or more; got -1"),
-        ("betas=[1", "override 'betas=[1': not YAML: line 1: expected ',' or ']', but got '<stream end>'. "),
-        ("model={path: a, path: b}", "override 'model={path: a, path: b}': path: given twice: a on line 1, b on "),
-    ],
-)
-def test_an_override_that_cannot_be_used(write, override, expected):
-    message = message_of(load_config, Run, write(FILE), [override])
-    assert message.startswith(expected), message
-
-
-def test_the_last_override_of_a_key_is_blamed(write):
-    message = message_of(load_config, Run, write(FILE), ["seed=a", "seed=b"])
-    assert message.startswith("override 'seed=b': seed: wants an integer, got 'b'."), message
