@@ -15,8 +15,9 @@ import torch
 
 REPO = Path(__file__).resolve().parents[1]
 
-# The tensors of these tests are tiny: more threads than this only wait for each other.
-torch.set_num_threads(min(4, torch.get_num_threads()))
+# The tensors of these tests are tiny. Threads that wait for each other gain nothing on an idle machine, and beside
+# another busy process they made the suite five times slower.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
