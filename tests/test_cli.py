@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it prints, what it leaves, and one clear line for each mistake."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -94,6 +95,11 @@ MISTAKES = {
     "data missing": ("task={type: gsm8k, path: ./no-data}", ["./no-data", "train.jsonl"]),
     "unknown task": ("task={type: chess}", ["task", "chess", "arithmetic", "gsm8k"]),
     "too many problems": ("task.num_test=10000000", ["num_test=10000000", "fewer"]),
+    "cache that no machine has": ("rollout.engine.kv_cache_tokens=999999999999999", ["GB", "kv_cache_tokens"]),
+    "no such device": ("device=foo", ["device='foo'", "cpu"]),
+    "a device without numbers": ("device=meta", ["device='meta'", "cpu"]),
+    "no output folder": ("output_dir=", ["output_dir is empty"]),
+    "broken generation config": ("model.path={broken}", ["generation_config.json", "stop tokens"]),
     "output is a file": ("output_dir={file}/run", ["output_dir", "cannot be written"]),
 }
 
@@ -103,12 +109,46 @@ def test_a_mistake_is_one_line_that_names_it_and_exit_code_2(mistake, config, mo
     (tmp_path / "empty").mkdir()
     override, wanted = MISTAKES[mistake]
     override = override.replace("{empty}", str(tmp_path / "empty")).replace("{file}", str(config))
+    if "{broken}" in override:
+        shutil.copytree(TINY_MODEL, tmp_path / "broken")
+        (tmp_path / "broken/generation_config.json").write_text("{broken")
+        override = override.replace("{broken}", str(tmp_path / "broken"))
     assert run(monkeypatch, "train", config, override) == 2
     error = capsys.readouterr().err
     assert error.startswith("octavo: ") and error.count("\n") == 1, error
     for text in wanted:
         assert text in error, f"{text!r} is not in {error!r}"
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_no_run_left_is_not_touched(config, monkeypatch, capsys, tmp_path):
+    precious = tmp_path / "mine/model/thesis.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("three years")
+    for overwrite in ("false", "true"):
+        assert run(monkeypatch, "train", config, f"output_dir={tmp_path / 'mine'}", f"overwrite={overwrite}") == 2
+        assert "was not left by a run" in capsys.readouterr().err
+    assert precious.read_text() == "three years"
+
+
+def test_a_model_inside_the_output_folder_is_not_trained_over(config, monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "train", config) == 0
+    assert run(monkeypatch, "train", config, f"model.path={tmp_path}/run/model", "overwrite=true") == 2
+    assert "lies inside output_dir" in capsys.readouterr().err
+    assert (tmp_path / "run/model/config.json").is_file()
+
+
+def test_too_small_a_disk_is_said_before_the_first_step(config, monkeypatch, capsys):
+    monkeypatch.setattr("octavo.trainer.run.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+    assert run(monkeypatch, "train", config) == 2
+    assert "1 MB free; the trained model alone takes 4 MB" in capsys.readouterr().err
+
+
+def test_samples_go_to_a_plain_file_only(config, monkeypatch, capsys, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for output in (tmp_path / "link", tmp_path, "/dev/null", tmp_path / "no/folder/x.jsonl"):
+        assert run(monkeypatch, "evaluate", config, "--output", output) == 2
+        assert str(output) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])

@@ -55,7 +55,7 @@ class FP8Linear(nn.Module):
         kept = [recipe.keeps_bf16(f"{path}.{name}") for name in projections]
         if any(kept) and not all(kept):
             raise ValueError(
-                f"recipe.keep_bf16 keeps only part of the fused projections {list(projections)} of {path}; "
+                f"precision.keep_bf16 keeps only part of the fused projections {list(projections)} of {path}; "
                 f"name all of them or none"
             )
         self.quantized = recipe.quantizes and not all(kept)

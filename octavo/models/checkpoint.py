@@ -101,7 +101,10 @@ def save_decoder(decoder: Decoder, path: str | Path, source: str | Path, max_sha
     state = {name: tensor.detach().to("cpu", decoder.dtype).contiguous() for name, tensor in _tensors(decoder)}
     split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     for filename, names in split.filename_to_tensors.items():
-        save_file({name: state[name] for name in names}, partial / filename, metadata={"format": "pt"})
+        try:
+            save_file({name: state[name] for name in names}, partial / filename, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise ValueError(f"{partial / filename} cannot be written: {error}; {path} is as it was") from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -176,7 +179,7 @@ def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if index.is_file():
         try:
             files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged: it is no JSON object with a weight_map") from error
     else:
         files = sorted(folder.glob("*.safetensors"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from octavo.kernels.attention import StoredKV, attend, probability_dtype, store_kv
+from octavo.kernels.attention import MAX_SCORES_PER_CHUNK, StoredKV, attend, probability_dtype, store_kv
 from octavo.models.config import DecoderConfig
 from octavo.numerics.fp8 import E4M3
 from octavo.numerics.recipe import StorageFormat
@@ -30,11 +33,19 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.num_pages, self.page_size, self.kv_format = num_pages, page_size, kv_format
+        self.num_heads = config.num_heads
         dtype = {"fp8": E4M3, "bf16": torch.bfloat16, "fp32": torch.float32}[kv_format]
         slots = (config.num_layers, num_pages * page_size, config.num_kv_heads)
-        self.k = torch.zeros(*slots, config.head_dim, dtype=dtype, device=device)
-        """[layers, slots, Hkv, Dh]; slot = page * page_size + offset."""
-        self.v = torch.zeros_like(self.k)
+        try:
+            self.k = torch.zeros(*slots, config.head_dim, dtype=dtype, device=device)
+            """[layers, slots, Hkv, Dh]; slot = page * page_size + offset."""
+            self.v = torch.zeros_like(self.k)
+        except RuntimeError as error:  # torch has no class for a failed allocation on a CPU
+            gigabytes = 2 * math.prod(slots) * config.head_dim * dtype.itemsize / 1e9
+            raise ValueError(
+                f"a KV cache of {num_pages * page_size} tokens takes {gigabytes:.1f} GB, which {device} did not give. "
+                f"Lower rollout.engine.kv_cache_tokens"
+            ) from error
         self.k_scale = torch.ones(slots, device=device) if kv_format == "fp8" else None
         """[layers, slots, Hkv] fp32."""
         self.v_scale = torch.ones(slots, device=device) if kv_format == "fp8" else None
@@ -75,31 +86,48 @@ class PagedAttention:
     """
 
     def __init__(self, cache: KVCache, page_table: Tensor, first_positions: list[int], num_new: list[int]) -> None:
-        self.cache = cache
-        device = page_table.device
+        self.cache, device = cache, page_table.device
         starts, counts = torch.tensor(first_positions, device=device), torch.tensor(num_new, device=device)
-        steps = torch.arange(int(counts.max()), device=device)
-        self.inside = steps < counts[:, None]  # [N, R]
+        sequence = torch.repeat_interleave(torch.arange(len(num_new), device=device), counts)
         packed_start = counts.cumsum(0) - counts
-        self.index = packed_start[:, None] + torch.minimum(steps, counts[:, None] - 1)  # padded row -> packed token
-        self.query_positions = starts[:, None] + torch.minimum(steps, counts[:, None] - 1)
-        self.positions = self.query_positions[self.inside]
+        self.positions = torch.arange(len(sequence), device=device) - packed_start[sequence] + starts[sequence]
         """[T] int64, position of every new token."""
-        length = int((starts + counts).max())
         slots = page_table[:, :, None] * cache.page_size + torch.arange(cache.page_size, device=device)
-        self.slots = slots.flatten(1)[:, :length]  # [N, S]
-        sequence = torch.arange(len(counts), device=device)[:, None].expand_as(self.inside)[self.inside]
-        self.slot_mapping = self.slots[sequence, self.positions]
+        slots = slots.flatten(1)
+        self.slot_mapping = slots[sequence, self.positions]
         """[T] int64, slot of every new token."""
+        self._chunks = []
+        ends = [start + count for start, count in zip(first_positions, num_new, strict=True)]
+        for chunk in _chunks_of_sequences(num_new, ends, cache.num_heads):
+            rows = torch.arange(max(num_new[chunk]), device=device)
+            inside = rows < counts[chunk, None]  # [n, R]
+            row = torch.minimum(rows, counts[chunk, None] - 1)
+            index = packed_start[chunk, None] + row  # padded row -> packed token
+            self._chunks.append((inside, index, starts[chunk, None] + row, slots[chunk, : max(ends[chunk])]))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
         """Write the new keys and values, then attend to everything stored; [T, H, Dh]."""
         self.cache.write(layer, self.slot_mapping, k, v)
-        k_hat, v_hat = self.cache.read(layer, self.slots)
-        padded = attend(
-            q[self.index], k_hat, v_hat, self.query_positions, softmax_scale, probability_dtype(self.cache.kv_format)
-        )
-        return padded[self.inside]
+        p_dtype = probability_dtype(self.cache.kv_format)
+        out = torch.empty_like(q)
+        for inside, index, query_positions, slots in self._chunks:
+            k_hat, v_hat = self.cache.read(layer, slots)
+            out[index[inside]] = attend(q[index], k_hat, v_hat, query_positions, softmax_scale, p_dtype)[inside]
+        return out
+
+
+def _chunks_of_sequences(num_new: list[int], ends: list[int], num_heads: int) -> Iterator[slice]:
+    """Neighbouring sequences whose padded scores, rows x keys x heads, stay within MAX_SCORES_PER_CHUNK."""
+    first = 0
+    while first < len(num_new):
+        rows, keys, stop = num_new[first], ends[first], first + 1
+        while stop < len(num_new):
+            rows, keys = max(rows, num_new[stop]), max(keys, ends[stop])
+            if (stop + 1 - first) * rows * keys * num_heads > MAX_SCORES_PER_CHUNK:
+                break
+            stop += 1
+        yield slice(first, stop)
+        first = stop
 
 
 class PageAllocator:

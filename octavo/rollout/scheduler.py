@@ -84,7 +84,7 @@ class Scheduler:
         if self._pages_for(longest) > self.num_pages:
             raise ValueError(
                 f"a sequence of up to {longest} tokens needs {self._pages_for(longest)} pages of {self.page_size}, but "
-                f"the KV cache has {self.num_pages}; raise rollout.kv_cache_tokens or shorten the prompt or completion"
+                f"the KV cache has {self.num_pages}; raise rollout.engine.kv_cache_tokens or sample less"
             )
         self.waiting.append(sequence)
         sequence.group.num_unfinished += 1

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ class GSM8KConfig:
     type_name: ClassVar[str] = "gsm8k"
 
     path: str = "openai/gsm8k"
-    """A folder with train.jsonl and test.jsonl (or .jsonl.gz), else the name of a data set on the hub."""
+    """A folder with train.jsonl and test.jsonl (or .jsonl.gz), else the name of a data set on the hub. For owner/name a
+    folder `name` in $OCTAVO_DATA (default ../shared/data) comes first; the run says which it read."""
     hub_config: str = "main"
     """Configuration of the data set on the hub; a local folder has none."""
     num_train: int | None = None
@@ -42,12 +44,15 @@ class GSM8KConfig:
     def build(self) -> Task:
         """Reads the problems from disk, or from the hub if `path` is no folder."""
         folder = Path(self.path).expanduser()
+        if not folder.is_dir() and self.path.count("/") == 1 and not self.path.startswith((".", "/", "~")):
+            folder = Path(os.environ.get("OCTAVO_DATA", "../shared/data")) / folder.name
         if folder.is_dir():
             splits: dict[str, Iterable[dict]] = {split: _read_jsonl(folder, split) for split in ("train", "test")}
         else:
             splits = _read_hub(self.path, self.hub_config)
         return Task(
             name="gsm8k",
+            source=str(folder) if folder.is_dir() else f"the hub's {self.path}",
             train=_problems(splits["train"], f"{self.path} train")[: self.num_train],
             test=_problems(splits["test"], f"{self.path} test")[: self.num_test],
             score=score_gsm8k,
@@ -100,7 +105,7 @@ def _read_hub(name: str, hub_config: str) -> dict[str, Iterable[dict]]:
     except ImportError as error:
         raise ValueError(
             f"task.path={name!r} is no folder here, so it is read from the hub, which wants the package datasets; it "
-            f"is not installed. Run `pip install datasets`, or give a folder with train.jsonl and test.jsonl"
+            f"is not installed. Run `pip install 'octavo[hub]'`, or give a folder with train.jsonl and test.jsonl"
         ) from error
     try:
         return {split: load_dataset(name, hub_config, split=split) for split in ("train", "test")}

@@ -28,6 +28,8 @@ class Task:
     """Held-out problems; none of them is in `train`."""
     score: Callable[[Problem, str], float]
     """(problem, completion text) -> reward, 1.0 for a right answer and 0.0 for any other."""
+    source: str = "a generator"
+    """Where the problems came from, as the run says when it starts."""
     system_prompt: str | None = None
     """System message for a chat model; None sends none."""
     instruction: str = ""

@@ -178,6 +178,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         rollout, trainer = self.rollout, self.trainer
+        if not self.output_dir:
+            raise ValueError("output_dir is empty; name a folder, as runs/mine")
         if rollout.group_size == 1 and self.algorithm.advantage.scale_by_std:
             raise ValueError(
                 "rollout.group_size=1 has no standard deviation to divide by (algorithm.advantage.scale_by_std=true). "

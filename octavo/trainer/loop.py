@@ -36,7 +36,7 @@ def train(config: TrainConfig, display: Display) -> Path:
     run = load_run(config, display)
     reference = load_reference(config)
     optimizer = make_optimizer(run)
-    metrics_file = open_output(config)
+    metrics_file = open_output(config, run.policy)
     pool: list[CalibrationStatistics] = []
     interval, num_steps = config.evaluation.interval, config.trainer.num_steps
     first = evaluate(run) if interval else {}

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -74,6 +75,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     Raises:
         ValueError: something is missing or does not fit; one line says what, and what to do.
     """
+    check_device(config.device)
     read_config(config.model.path)
     task = config.task.build()
     tokenizer = load_tokenizer(config.model.path)
@@ -92,6 +94,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
     )
+    display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {len(test_problems)} test")
     display.line(describe(policy))
     stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
     clip = config.algorithm.clip.bounds() if config.calibration is None else config.calibration.start_bounds()
@@ -106,6 +109,24 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         display=display,
         bounds=clip,
     )
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that torch does not know or does not have.
+
+    Raises:
+        ValueError: names it and what there is.
+    """
+    try:
+        device = torch.device(name)
+        usable = device.type != "meta" and torch.zeros(1, device=device).item() == 0.0
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device={name!r} cannot be used here: {reason} Use cpu, or cuda where there is a GPU"
+        ) from error
+    if not usable:
+        raise ValueError(f"device={name!r} holds no numbers. Use cpu, or cuda where there is a GPU")
 
 
 def describe(policy: Decoder) -> str:
@@ -130,16 +151,21 @@ def load_reference(config: TrainConfig) -> Decoder | None:
     if config.algorithm.kl.coefficient == 0.0:
         return None
     reference = load_decoder(
-        config.model.path, config.precision.expand(), max_tokens=config.max_tokens, device=config.device
+        config.model.path,
+        config.precision.expand(),
+        max_tokens=config.max_tokens,
+        dither_seed=config.seed if config.model.dither_masters else None,
+        device=config.device,
     )
     return reference.requires_grad_(False)
 
 
-def open_output(config: TrainConfig) -> MetricsFile:
+def open_output(config: TrainConfig, policy: Decoder) -> MetricsFile:
     """Make the run's folder and write config.yaml.
 
     Raises:
-        ValueError: an earlier run is there and `overwrite` is false, or the folder cannot be made.
+        ValueError: an earlier run is there and `overwrite` is false, a model that no run left is there, the folder
+            cannot be made, or the trained model would not fit on the disk.
     """
     folder = Path(config.output_dir)
     metrics = folder / "metrics.jsonl"
@@ -150,14 +176,24 @@ def open_output(config: TrainConfig) -> MetricsFile:
         )
     if metrics.exists() and not config.overwrite:
         raise ValueError(f"{folder} holds an earlier run. Give another output_dir, or overwrite=true to replace it")
+    if not metrics.exists() and (folder / "model").exists():
+        raise ValueError(f"{folder / 'model'} is there already and was not left by a run. Give another output_dir")
     try:
         for name in ("model", "model.partial"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+            if metrics.exists() and (folder / name).exists():
+                shutil.rmtree(folder / name)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
         metrics.write_text("", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"output_dir={str(folder)!r} cannot be written: {error.strerror}. Give another") from error
+    needed = sum(parameter.numel() for parameter in policy.parameters()) * policy.dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    if free < 1.1 * needed:
+        raise ValueError(
+            f"output_dir={str(folder)!r} has {free / 1e6:.0f} MB free; the trained model alone takes "
+            f"{needed / 1e6:.0f} MB. Make room, or give another"
+        )
     return MetricsFile(metrics)
 
 
@@ -178,7 +214,12 @@ def load_generation_config(path: str) -> GenerationConfig | None:
     """generation_config.json if the model has one."""
     try:
         return GenerationConfig.from_pretrained(path)
-    except OSError:
+    except OSError as error:
+        if Path(path).is_dir() and (Path(path) / "generation_config.json").exists():
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{path}/generation_config.json cannot be read, and it may name stop tokens: {reason}"
+            ) from error
         return None
 
 

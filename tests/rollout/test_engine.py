@@ -8,8 +8,10 @@ import pytest
 import torch
 from tiny_models import VOCAB, lay_end_to_end, mismatch, random_prompts, tiny_config, tiny_decoder
 
+from octavo.kernels.attention import attend
 from octavo.layers.attention import PackedAttention
 from octavo.numerics.recipe import get_recipe
+from octavo.rollout import kv_cache
 from octavo.rollout.engine import MAX_GROUP_SIZE, Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig, uniform_bits
 
@@ -306,3 +308,21 @@ def test_progress_is_told_of_every_completion():
     groups = generate(random_prompts(14, 4), group_size=3, stops=(3, 17, 41), length=25, progress=finished.append)
     assert sum(finished) == 12 and min(finished) >= 1 and len(finished) > 1
     assert sum(len(group) for group in groups) == 12
+
+
+def test_padded_scores_are_bounded_and_their_chunks_change_nothing(monkeypatch):
+    prompts = [[3] * 60, *([5, 7] for _ in range(9))]
+    limit = 60 * 66 * 4
+    sizes = []
+
+    def recorded(q, k, *rest):
+        sizes.append(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1])
+        return attend(q, k, *rest)
+
+    monkeypatch.setattr(kv_cache, "attend", recorded)
+    whole = generate(prompts, sampling=SamplingConfig(), group_size=2, seed=5, length=6)
+    assert max(sizes) > limit
+    sizes.clear()
+    monkeypatch.setattr(kv_cache, "MAX_SCORES_PER_CHUNK", limit)
+    assert generate(prompts, sampling=SamplingConfig(), group_size=2, seed=5, length=6) == whole
+    assert 0 < max(sizes) <= limit

@@ -99,7 +99,7 @@ def test_hub_without_the_datasets_package(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(builtins, "__import__", without_datasets)
-    with pytest.raises(ValueError, match="pip install datasets"):
+    with pytest.raises(ValueError, match=r"pip install 'octavo\[hub\]'"):
         GSM8KConfig().build()
 
 
