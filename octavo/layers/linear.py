@@ -101,12 +101,17 @@ class FP8Linear(nn.Module):
 
     @torch.no_grad()
     def freeze_activation_scale_(self) -> None:
-        """Set the static activation scale from the amax seen since the last call, times the recipe's margin."""
+        """Set the static activation scale, [1, 1] fp32: the amax seen since the last call, times the recipe's margin.
+
+        Raises:
+            ValueError: that amax is 0 or not finite.
+        """
         amax = self.activation_amax * self.recipe.amax_margin
         if not amax.isfinite() or amax == 0.0:
             raise ValueError(
                 f"the activations that {list(self.projections)} saw since the last step have amax "
-                f"{self.activation_amax.item()}, which gives no static scale: the run has broken, or saw no token"
+                f"{self.activation_amax.item()}, which gives no static scale: the run has broken, or saw no token. "
+                f"Look for the first odd value in metrics.jsonl, or use recipe block128"
             )
         self.activation_scale.copy_(scale_from_amax(amax, self.recipe.scale_rounding))
         self.activation_amax.zero_()

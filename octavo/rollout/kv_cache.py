@@ -64,11 +64,6 @@ class KVCache:
         k_scale, v_scale = (None if x is None else x[layer][slots] for x in (self.k_scale, self.v_scale))
         return StoredKV(k, k_scale).decode(), StoredKV(v, v_scale).decode()
 
-    def bytes_per_token(self) -> int:
-        """Cache bytes that one token takes over all layers."""
-        per_slot = sum(x[:, 0].numel() * x.element_size() for x in (self.k, self.v))
-        return per_slot + sum(x[:, 0].numel() * 4 for x in (self.k_scale, self.v_scale) if x is not None)
-
 
 def _indexable(x: Tensor) -> Tensor:
     """E4M3 as bytes: not every device indexes float8."""

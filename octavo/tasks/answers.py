@@ -50,12 +50,6 @@ def parse_number(text: str) -> Decimal | None:
     return value.copy_negate() if "-" in (match["sign"], match["minus"]) else value
 
 
-def final_number(text: str) -> Decimal | None:
-    """The final answer of a completion if it is a number: "so 40+32 is 72.\\n#### 72" -> Decimal(72)."""
-    answer = extract_answer(text)
-    return None if answer is None else parse_number(answer)
-
-
 def math_equal(answer: str, reference: str) -> bool:
     """Whether two answers are equal: as numbers if both are numbers, else through math-verify.
 

@@ -3,7 +3,7 @@ from decimal import Decimal
 
 import pytest
 
-from octavo.tasks.answers import extract_answer, final_number, math_equal, parse_number
+from octavo.tasks.answers import extract_answer, math_equal, parse_number
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,6 @@ def test_parse_number_reads_one_number(text, expected):
 @pytest.mark.parametrize("text", ["", "-", "$", "1,23", "1 2", "--5", "5 apples", "1/2", "x", "1e5", "NaN", "\u0665"])
 def test_parse_number_refuses_what_is_not_one_number(text):
     assert parse_number(text) is None
-
-
-def test_final_number_of_a_completion():
-    assert final_number("48 + 24 is 72.\n#### 72.0") == 72
-    assert final_number("\\boxed{x}") is None
-    assert final_number("") is None
 
 
 @pytest.mark.parametrize(
