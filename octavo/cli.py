@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from octavo import __version__
 from octavo.tasks.prompts import ChatTemplate
@@ -17,7 +18,21 @@ from octavo.tasks.prompts import ChatTemplate
 # other beside a busy process: a step of the demo took 45 s instead of 3.5 s. Alone it takes 1.8 s either way.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
+
+class _Commands(TyperGroup):
+    """Says that it was interrupted; typer would end without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            resume = "; --resume goes on from the newest checkpoint" if ctx.invoked_subcommand == "train" else ""
+            print(f"octavo: interrupted{resume}", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Reinforcement learning for language models in one FP8 precision flow.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -32,19 +47,27 @@ Overrides = Annotated[
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint, to the bit.")] = False,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Resume although the config differs from the run's.")
+    ] = False,
+) -> None:
     """Post-train a model: rollouts, rewards, updates; leaves metrics.jsonl and model/ in output_dir."""
     from octavo.trainer.config import TrainConfig
     from octavo.trainer.config_file import load_config
-    from octavo.trainer.loop import train as run_training
+    from octavo.trainer.interrupt import Interrupted
     from octavo.trainer.metrics import Display
+    from octavo.trainer.train import train as run_training
 
     settings = load_config(TrainConfig, config, overrides or [])
     try:
-        folder = run_training(settings, Display())
-    except KeyboardInterrupt:  # typer would end without a word
-        print(f"octavo: interrupted; the steps that ended are in {settings.output_dir}/metrics.jsonl", file=sys.stderr)
-        raise typer.Exit(130) from None
+        folder = run_training(settings, Display(), resume=resume, allow_changes=allow_changes)
+    except Interrupted as stop:
+        print(f"octavo: {stop}", file=sys.stderr)
+        raise typer.Exit(stop.exit_code) from None
     print(f"done: {folder / 'metrics.jsonl'}, {folder / 'model'}")
 
 

@@ -139,9 +139,11 @@ def test_a_model_inside_the_output_folder_is_not_trained_over(config, monkeypatc
 
 
 def test_too_small_a_disk_is_said_before_the_first_step(config, monkeypatch, capsys):
-    monkeypatch.setattr("octavo.trainer.run.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+    monkeypatch.setattr("octavo.trainer.output.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
     assert run(monkeypatch, "train", config) == 2
-    assert "1 MB free; the trained model alone takes 4 MB" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "1 MB free; the trained model takes 4 MB and each of 4 checkpoints 22 MB" in error
+    assert not (config.parent / "run").exists()
 
 
 def test_samples_go_to_a_plain_file_only(config, monkeypatch, capsys, tmp_path):
@@ -168,7 +170,7 @@ def test_interrupt_says_so_and_keeps_what_was_logged(config, monkeypatch, capsys
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("octavo.trainer.loop.train_step", interrupted)
+    monkeypatch.setattr("octavo.trainer.train.train_step", interrupted)
     assert run(monkeypatch, "train", config) == 130
     assert "interrupted" in capsys.readouterr().err
     assert (config.parent / "run/metrics.jsonl").exists()

@@ -40,6 +40,13 @@ class Microbatch:
     shadow_old_logprobs: Tensor | None = None
     """[T] fp32 of the BF16 shadow with the weights that sampled, when measured."""
 
+    @property
+    def completion_positions(self) -> Tensor:
+        """[T] int64, place of each token in its completion, from 0; negative in the prompt."""
+        in_prompt = (~self.loss_mask).double()
+        num_prompt = torch.bincount(self.sequence_index, weights=in_prompt, minlength=len(self.cu_seqlens) - 1)
+        return self.positions - num_prompt.long()[self.sequence_index]
+
     def to(self, device: torch.device | str) -> Microbatch:
         """The same microbatch on another device."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -19,6 +19,7 @@ the step that is `due`. [L, H] then replace the plain bounds in the loss.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -127,6 +128,13 @@ class CalibrationStatistics:
     """For each L of the low grid: sum of w r_fp8 |A| over A < 0, r_fp8 >= L, in advantage units."""
     positive_contributions: tuple[float, ...]
     """For each H of the high grid: sum of w r_fp8 A over A > 0, r_fp8 <= H, in advantage units."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "CalibrationStatistics":
+        """From its fields by name, tuples or the lists that JSON makes of them."""
+        given = {field.name: data[field.name] for field in fields(cls)}
+        plain: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+        return cls(**plain)
 
     def __add__(self, other: "CalibrationStatistics") -> "CalibrationStatistics":
         """Statistics of both sets of tokens together. ValueError when their grids have different lengths."""
@@ -326,10 +334,8 @@ def statistics_from_metrics(metrics: dict[str, Any]) -> tuple[ClipBounds, Calibr
             f"metrics of a calibration must hold calibration/{{{', '.join(missing)}}}; got {sorted(metrics)}. "
             "Pass the record of a step on which the bounds were calibrated or skipped."
         )
-    sums = {name: metrics[f"calibration/{name}"] for name in names}
     before = ClipBounds(low=metrics["calibration/low_before"], high=metrics["calibration/high_before"])
-    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in sums.items()}
-    return before, CalibrationStatistics(**plain)
+    return before, CalibrationStatistics.from_json({name: metrics[f"calibration/{name}"] for name in names})
 
 
 def _grid(smallest: float, largest: float, step: float) -> tuple[float, ...]:

@@ -94,6 +94,30 @@ def mismatch_metrics(
     }
 
 
+def mismatch_by_position(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, completion_positions: Tensor
+) -> dict[str, list[float | None]]:
+    """The mismatch along a completion; it grows with the position where two numerics drift apart.
+
+        mismatch/max_abs_by_position   max |old - rollout|, in nats, of positions 0, 1-2, 3-6, 7-14, ...
+        mismatch/mean_abs_by_position  mean of the same
+
+    Bucket b covers positions 2^b - 1 to 2^(b+1) - 2; one without tokens is None.
+
+    Args:
+        old_logprobs, rollout_logprobs: [N] fp32 of the loss tokens.
+        completion_positions: [N] int64, place in the completion, from 0.
+    """
+    diff = (old_logprobs.double() - rollout_logprobs.double()).abs()
+    bucket = torch.frexp(completion_positions.double() + 1.0).exponent - 1  # floor of log2
+    num_buckets = int(bucket.max()) + 1 if len(bucket) else 0
+    parts = [diff[bucket == b] for b in range(num_buckets)]
+    return {
+        "mismatch/max_abs_by_position": [part.max().item() if len(part) else None for part in parts],
+        "mismatch/mean_abs_by_position": [part.mean().item() if len(part) else None for part in parts],
+    }
+
+
 def _nmae(value: Tensor, truth: Tensor) -> float:
     """Normalised mean absolute error, mean |value - truth| / mean |truth|; 0.0 for no tokens.
 

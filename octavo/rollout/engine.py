@@ -102,7 +102,7 @@ class Engine:
             max_completion_tokens: completions are cut off at this length.
             group_size: G.
             seed: of the random numbers.
-            progress: called with the number of completions that have just finished.
+            progress: called after every step with the number of completions that finished in it; may raise.
 
         Returns:
             P lists of G completions.
@@ -137,7 +137,7 @@ class Engine:
                 if token in self.stop_token_ids or len(sequence.completion) == max_completion_tokens:
                     queue.finish(sequence, "stop" if token in self.stop_token_ids else "length")
                     num_finished += 1
-            if progress is not None and num_finished:
+            if progress is not None:
                 progress(num_finished)
         self.num_preemptions = queue.num_preemptions
         return [[_completion(sequence) for sequence in group] for group in sequences]

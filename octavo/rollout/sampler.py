@@ -41,6 +41,10 @@ class SamplingConfig:
             raise ValueError(f"min_p is in [0, 1); got {self.min_p}")
 
 
+class NonFiniteLogits(ValueError):
+    """The decoder's logits hold a NaN or an infinity."""
+
+
 def sample(logits: Tensor, keys: list[tuple[int, int, int]], config: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Draw one token a row.
 
@@ -53,14 +57,14 @@ def sample(logits: Tensor, keys: list[tuple[int, int, int]], config: SamplingCon
         tokens [B] int64, and their log-probabilities [B] fp32 under the full distribution, before any truncation.
 
     Raises:
-        ValueError: the logits of a row are not finite.
+        NonFiniteLogits: those of a row are not finite.
     """
     weights, logsumexp = sampling_weights(logits)
     if not torch.isfinite(logsumexp).all():
         row = int((~torch.isfinite(logsumexp)).nonzero()[0, 0])
-        raise ValueError(
-            f"the logits of sequence {keys[row][1]} at position {keys[row][2]} are not finite: the weights have "
-            f"diverged, or the temperature is too small"
+        raise NonFiniteLogits(
+            f"the logits of sequence {keys[row][1]} at position {keys[row][2]} are not finite: the model's weights are "
+            f"damaged or have diverged, or the temperature is too small"
         )
     if config.temperature == 0.0:
         tokens = logits.argmax(dim=-1)

@@ -8,12 +8,13 @@ from octavo.numerics.fp8 import ScaleRounding
 from octavo.numerics.recipe import Recipe, RecipeName, StorageFormat, get_recipe
 from octavo.rl.advantages import GRPOConfig
 from octavo.rl.calibration import CalibrationConfig
-from octavo.rl.losses import ClipConfig, KLConfig, Reduction
+from octavo.rl.losses import ClipBounds, ClipConfig, KLConfig, Reduction
 from octavo.rollout.engine import EngineConfig
 from octavo.rollout.sampler import SamplingConfig
 from octavo.tasks.arithmetic import ArithmeticConfig
 from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.prompts import ChatTemplate
+from octavo.trainer.checkpoint import CheckpointConfig
 from octavo.trainer.optimizer import OptimizerConfig
 
 
@@ -145,10 +146,12 @@ class TrainerConfig:
     """Steps between BF16 shadow passes, which measure over-clipping; calibration makes its own. 0 makes none."""
     require_exact: bool = True
     """Stop when rollout_logprobs and the trainer's differ by a bit under a batch-invariant recipe."""
+    logged_samples: int = 4
+    """Completions of each step that are written to samples.jsonl."""
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "num_mini_batches", "microbatch_tokens", "shadow_interval"):
-            least = 0 if name == "shadow_interval" else 1
+        for name in ("num_steps", "num_mini_batches", "microbatch_tokens", "shadow_interval", "logged_samples"):
+            least = 0 if name in ("shadow_interval", "logged_samples") else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
 
@@ -158,9 +161,9 @@ class TrainConfig:
     """A whole run."""
 
     output_dir: str
-    """Folder of the run: config.yaml, metrics.jsonl, model/."""
+    """Folder of the run: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, model/."""
     overwrite: bool = False
-    """Replace an earlier run in output_dir; otherwise its presence is an error."""
+    """Replace an earlier run in output_dir; otherwise its presence is an error, unless it is resumed."""
     seed: int = 0
     """Of the problem order, the samples and the dither."""
     device: str = "cpu"
@@ -175,6 +178,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         rollout, trainer = self.rollout, self.trainer
@@ -201,6 +205,10 @@ class TrainConfig:
                 f"rollout.engine.kv_cache_tokens={rollout.engine.kv_cache_tokens} cannot hold one sequence of "
                 f"max_prompt_tokens + max_completion_tokens = {longest} tokens. Raise it"
             )
+
+    def start_bounds(self) -> ClipBounds:
+        """Bounds on the ratio in step 0."""
+        return self.algorithm.clip.bounds() if self.calibration is None else self.calibration.start_bounds()
 
     @property
     def max_tokens(self) -> int:

@@ -30,6 +30,16 @@ SCALARS = {  # what is wanted, and the way out
 EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")  # 1e-6, which PyYAML reads as text
 
 
+class _Absent:
+    """Where one of two configs has no such key."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
+
+
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message is one line for the user."""
 
@@ -81,6 +91,20 @@ def to_dict(config: Any) -> dict[str, Any]:
     """Config dataclass -> dicts and lists, complete, ready for YAML or JSON; from_dict gives back an equal config."""
     values = {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
     return {"type": config.type_name, **values} if hasattr(config, "type_name") else values
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[tuple[str, str, str]]:
+    """(dotted key, old value, new value) of every key that differs between two configs as `to_dict` gives them.
+
+    Values are shown as YAML spells them; a section or key that one side lacks is "absent" there.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            difference
+            for key in dict.fromkeys([*old, *new])
+            for difference in differences(old.get(key, _ABSENT), new.get(key, _ABSENT), f"{path}.{key}".strip("."))
+        ]
+    return [] if old == new and type(old) is type(new) else [(path, _shown(old), _shown(new))]
 
 
 def _plain(value: Any) -> Any:

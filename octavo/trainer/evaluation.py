@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from octavo.trainer.progress import RolloutState
 from octavo.trainer.run import EVALUATION, Run
 
 
@@ -23,19 +24,26 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def evaluate_with_samples(run: Run) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """As `evaluate`, and every completion: problem id, prompt, completion text, reward, finish_reason."""
+    """As `evaluate`, and every completion: problem id, prompt, completion text, reward, finish_reason.
+
+    Leaves static activation scales and global random states as they were, so training is the same with and without.
+    """
     settings = run.config.evaluation
     problems = list(run.test_problems)[: settings.num_problems or None]
     total = len(problems) * settings.completions_per_problem
-    with run.display.bar("evaluate", total) as advance:
-        groups = run.engine.generate(
-            [problem.prompt for problem in problems],
-            settings.sampling,
-            max_completion_tokens=run.config.rollout.max_completion_tokens,
-            group_size=settings.completions_per_problem,
-            seed=run.seed(EVALUATION, 0),
-            progress=advance,
-        )
+    before = RolloutState.take([run.policy])
+    try:
+        with run.display.bar("evaluate", total) as advance:
+            groups = run.engine.generate(
+                [problem.prompt for problem in problems],
+                settings.sampling,
+                max_completion_tokens=run.config.rollout.max_completion_tokens,
+                group_size=settings.completions_per_problem,
+                seed=run.seed(EVALUATION, 0),
+                progress=run.progress(advance),
+            )
+    finally:
+        before.restore([run.policy])
     samples: list[dict[str, Any]] = [
         {
             "id": encoded.problem.id,

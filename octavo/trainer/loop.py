@@ -1,77 +1,55 @@
-"""The training loop: rollout, rewards, advantages, several optimiser steps, calibration. One page, one verb a line."""
+"""One training step: rollout, rewards, advantages, several optimiser steps, calibration. One page, one verb a line."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+import math
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.layers.linear import quantized_layers
-from octavo.models.checkpoint import save_decoder
 from octavo.models.decoder import Decoder
 from octavo.rl import calibration
 from octavo.rl.advantages import group_relative
 from octavo.rl.batch import Microbatch, MiniBatch, pack
-from octavo.rl.calibration import CalibrationStatistics
-from octavo.rl.losses import clip_metrics, kl_estimate, ppo_clip, reduce_loss
-from octavo.rl.mismatch import amplification, mismatch_metrics, overclip_metrics, tis_weights
+from octavo.rl.entropy import entropy_metrics
+from octavo.rl.losses import ClipBounds, clip_metrics, kl_estimate, ppo_clip, reduce_loss
+from octavo.rl.mismatch import amplification, mismatch_by_position, mismatch_metrics, overclip_metrics, tis_weights
 from octavo.rollout.engine import Completion
+from octavo.rollout.sampler import NonFiniteLogits
 from octavo.trainer.config import TrainConfig
-from octavo.trainer.evaluation import evaluate
-from octavo.trainer.metrics import Display, StepClock
+from octavo.trainer.divergence import Diverged, StepRecord
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import packed_logprobs
-from octavo.trainer.run import TRAINING, EncodedProblem, Run, load_reference, load_run, make_optimizer, open_output
-
-
-def train(config: TrainConfig, display: Display) -> Path:
-    """Run the whole training.
-
-    Returns:
-        The run's folder: config.yaml, metrics.jsonl, and model/, a Hugging Face folder.
-    """
-    run = load_run(config, display)
-    reference = load_reference(config)
-    optimizer = make_optimizer(run)
-    metrics_file = open_output(config, run.policy)
-    pool: list[CalibrationStatistics] = []
-    interval, num_steps = config.evaluation.interval, config.trainer.num_steps
-    first = evaluate(run) if interval else {}
-    if first:
-        display.line(f"before training: eval {first['eval/accuracy']:.3f} of {first['eval/num_problems']:.0f} problems")
-    for step in range(num_steps):
-        clock = StepClock()
-        metrics: dict[str, Any] = {"step": step, "policy_version": optimizer.update}
-        metrics |= train_step(run, optimizer, reference, step, pool, clock)
-        if interval and ((step + 1) % interval == 0 or step + 1 == num_steps):
-            with clock.phase("evaluate"):
-                metrics |= evaluate(run)
-        if step == 0:
-            metrics |= {key.replace("eval/", "eval/initial_"): value for key, value in first.items()}
-        metrics |= clock.finish()
-        metrics_file.append(metrics)
-        display.step(metrics, num_steps)
-    save_decoder(run.policy, Path(config.output_dir) / "model", config.model.path)
-    return Path(config.output_dir)
+from octavo.trainer.progress import Progress
+from octavo.trainer.run import TRAINING, EncodedProblem, Run
 
 
 def train_step(
-    run: Run,
-    optimizer: Optimizer,
-    reference: Decoder | None,
-    step: int,
-    pool: list[CalibrationStatistics],
-    clock: StepClock,
+    run: Run, optimizer: Optimizer, reference: Decoder | None, progress: Progress, record: StepRecord
 ) -> dict[str, Any]:
-    """One rollout and its optimiser steps. Moves `run.bounds` when calibration is due; returns the step's metrics."""
-    config, policy = run.config, run.policy
+    """One rollout and its optimiser steps.
+
+    Args:
+        run, optimizer, reference: what is trained, and the frozen model of the KL penalty.
+        progress: its bounds and pool move when calibration is due.
+        record: the clock of the step, and what to save should it fail.
+
+    Returns:
+        The step's metrics.
+
+    Raises:
+        StopRequested: during the rollout or the old log-probabilities; nothing but static scales has changed.
+        Diverged: a logit, loss, gradient or weight is not finite.
+    """
+    config, policy, clock, step = run.config, run.policy, record.clock, record.step
     metrics: dict[str, Any] = {}
     policy.freeze_activation_scales_()
     with clock.phase("rollout"):
         problems = run.problems_of_step(step)  # P prompts
+        record.prompts = [encoded.problem.id for encoded in problems]
         completions = sample(run, problems, step)  # P x G
         rewards = score(run, problems, completions)  # [P, G]
         advantages = group_relative(rewards, config.algorithm.advantage)  # [P, G]
@@ -83,6 +61,7 @@ def train_step(
             device=config.device,
         )
     metrics |= rollout_metrics(completions, rewards, advantages)
+    record.samples = logged_samples(run, problems, completions, rewards, advantages)
 
     measures = shadow_wanted(config, step)
     with clock.phase("old_logprobs"):
@@ -92,14 +71,15 @@ def train_step(
         with clock.phase("shadow"):
             mini_batches[-1] = annotate_shadow(run, mini_batches[-1])  # BF16 shadow, old
 
-    metrics |= {"clip/low": run.bounds.low, "clip/high": run.bounds.high}
+    metrics |= {"clip/low": progress.bounds.low, "clip/high": progress.bounds.high}
     with run.display.bar("update", sum(len(batch.microbatches) for batch in mini_batches)) as advance:
-        for mini_batch in mini_batches:
+        for index, mini_batch in enumerate(mini_batches):
+            record.mini_batch_index, record.mini_batch = index, mini_batch
             with clock.phase("update"):
-                logprobs, learned = accumulate(run, mini_batch, advance)  # forward, loss, backward
+                logprobs, learned = accumulate(run, mini_batch, progress.bounds, advance)  # forward, loss, backward
             if measures and mini_batch is mini_batches[-1]:
                 with clock.phase("shadow"):
-                    metrics |= measure_shadow(run, mini_batch, logprobs, step, pool)  # before its update
+                    metrics |= measure_shadow(run, mini_batch, logprobs, progress, step)  # before its update
             with clock.phase("update"):
                 learned |= optimizer.step()
                 policy.requantize_()  # the engine's bytes too
@@ -112,14 +92,17 @@ def sample(run: Run, problems: list[EncodedProblem], step: int) -> list[list[Com
     """P groups of G completions with rollout_logprobs."""
     rollout = run.config.rollout
     with run.display.bar("rollout", len(problems) * rollout.group_size) as advance:
-        return run.engine.generate(
-            [problem.prompt for problem in problems],
-            rollout.sampling,
-            max_completion_tokens=rollout.max_completion_tokens,
-            group_size=rollout.group_size,
-            seed=run.seed(TRAINING, step),
-            progress=advance,
-        )
+        try:
+            return run.engine.generate(
+                [problem.prompt for problem in problems],
+                rollout.sampling,
+                max_completion_tokens=rollout.max_completion_tokens,
+                group_size=rollout.group_size,
+                seed=run.seed(TRAINING, step),
+                progress=run.progress(advance),
+            )
+        except NonFiniteLogits as error:
+            raise Diverged(f"rollout ({error})", dict(run.policy.named_parameters())) from error
 
 
 def score(run: Run, problems: list[EncodedProblem], completions: list[list[Completion]]) -> Tensor:
@@ -138,6 +121,7 @@ def annotate(run: Run, reference: Decoder | None, mini_batch: MiniBatch) -> Mini
     temperature = run.config.rollout.sampling.temperature
 
     def add(microbatch: Microbatch) -> Microbatch:
+        run.interrupts.check()
         old_logprobs, _ = packed_logprobs(run.policy, microbatch, temperature)
         ref_logprobs = None if reference is None else packed_logprobs(reference, microbatch, temperature)[0]
         return replace(microbatch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
@@ -156,20 +140,23 @@ def annotate_shadow(run: Run, mini_batch: MiniBatch) -> MiniBatch:
     )
 
 
-def accumulate(run: Run, mini_batch: MiniBatch, advance: Any) -> tuple[Tensor, dict[str, float]]:
+def accumulate(run: Run, mini_batch: MiniBatch, bounds: ClipBounds, advance: Any) -> tuple[Tensor, dict[str, Any]]:
     """Forward, loss and backward of every microbatch.
 
     Returns:
         logprobs of the mini-batch before its update, [T] fp32 without gradient, and the loss metrics.
+
+    Raises:
+        Diverged: the loss of a microbatch is not finite.
     """
     algorithm, rollout = run.config.algorithm, run.config.rollout
-    total_loss, total_entropy, total_kl, parts = 0.0, 0.0, 0.0, []
-    for microbatch in mini_batch.microbatches:
+    total_loss, total_kl, parts, entropies = 0.0, 0.0, [], []
+    for index, microbatch in enumerate(mini_batch.microbatches):
         logprobs, entropy = packed_logprobs(run.policy, microbatch, rollout.sampling.temperature)
         old_logprobs = microbatch.old_logprobs
         assert old_logprobs is not None
         weights = tis_weights(old_logprobs, microbatch.rollout_logprobs, algorithm.tis_cap)
-        token_losses = ppo_clip(logprobs, old_logprobs, microbatch.advantages, run.bounds, weights)
+        token_losses = ppo_clip(logprobs, old_logprobs, microbatch.advantages, bounds, weights)
         if microbatch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, microbatch.ref_logprobs, algorithm.kl.estimator)
             token_losses = token_losses + algorithm.kl.coefficient * kl
@@ -183,28 +170,29 @@ def accumulate(run: Run, mini_batch: MiniBatch, advance: Any) -> tuple[Tensor, d
             num_sequences=mini_batch.num_sequences,
             max_completion_tokens=rollout.max_completion_tokens,
         )
-        loss.backward()
         total_loss += loss.item()
-        total_entropy += entropy.sum().item()
+        if not math.isfinite(total_loss):
+            tensors = {f.name: x for f in fields(microbatch) if (x := getattr(microbatch, f.name)) is not None}
+            raise Diverged(f"loss of microbatch {index}", {"logprobs": logprobs, "entropy": entropy, **tensors})
+        loss.backward()
         parts.append(logprobs.detach())
+        entropies.append(entropy)
         advance(1)
     logprobs = torch.cat(parts)
     ratio = torch.exp(logprobs - mini_batch.gather("old_logprobs"))
     mask = mini_batch.gather("loss_mask")
     metrics = {
         "loss/policy": total_loss,
-        "policy/entropy": total_entropy / mini_batch.num_loss_tokens,
+        **entropy_metrics(torch.cat(entropies)[mask]),
         "policy/ratio_std": ratio[mask].std(correction=0).item(),
-        **clip_metrics(ratio, mini_batch.gather("advantages"), mask, run.bounds),
+        **clip_metrics(ratio, mini_batch.gather("advantages"), mask, bounds),
     }
     if mini_batch.microbatches[0].ref_logprobs is not None:
         metrics["loss/kl"] = total_kl / mini_batch.num_loss_tokens
     return logprobs, metrics
 
 
-def measure_shadow(
-    run: Run, mini_batch: MiniBatch, logprobs: Tensor, step: int, pool: list[CalibrationStatistics]
-) -> dict[str, Any]:
+def measure_shadow(run: Run, mini_batch: MiniBatch, logprobs: Tensor, progress: Progress, step: int) -> dict[str, Any]:
     """Compare the last mini-batch's ratios with the BF16 shadow's; calibrate the bounds when that is due."""
     config = run.config
     shadow = torch.cat([_shadow_logprobs(run, microbatch) for microbatch in mini_batch.microbatches])
@@ -216,15 +204,15 @@ def measure_shadow(
     if config.calibration is None or not calibration.measured(step, config.calibration):
         return metrics
     weights = tis_weights(old, rollout_logprobs, config.algorithm.tis_cap)
-    pool.append(
+    progress.pool.append(
         calibration.measure(ratio, shadow_ratio, weights, advantages, mask, config.algorithm.clip, config.calibration)
     )
     if calibration.due(step, config.calibration):
-        statistics = sum(pool[1:], pool[0])
-        result = calibration.calibrate(run.bounds, statistics, config.calibration)
-        metrics |= calibration.to_metrics(run.bounds, statistics, result)
-        run.bounds = result.bounds
-        pool.clear()
+        statistics = sum(progress.pool[1:], progress.pool[0])
+        result = calibration.calibrate(progress.bounds, statistics, config.calibration)
+        metrics |= calibration.to_metrics(progress.bounds, statistics, result)
+        progress.bounds = result.bounds
+        progress.pool.clear()
     return metrics
 
 
@@ -241,9 +229,11 @@ def check_mismatch(run: Run, mini_batches: list[MiniBatch]) -> dict[str, Any]:
     Raises:
         ValueError: it is not exactly 0 although the recipe promises that, and `trainer.require_exact` is set.
     """
-    names = ("old_logprobs", "rollout_logprobs", "loss_mask")
-    old, rollout_logprobs, mask = (torch.cat([batch.gather(name) for batch in mini_batches]) for name in names)
+    names = ("old_logprobs", "rollout_logprobs", "loss_mask", "completion_positions")
+    gathered = (torch.cat([batch.gather(name) for batch in mini_batches]) for name in names)
+    old, rollout_logprobs, mask, places = gathered
     metrics: dict[str, Any] = mismatch_metrics(old, rollout_logprobs, mask, run.config.algorithm.tis_cap)
+    metrics |= mismatch_by_position(old[mask], rollout_logprobs[mask], places[mask])
     largest = metrics["mismatch/max_abs_logprob_diff"]
     recipe = run.policy.recipe
     if largest != 0.0 and recipe.batch_invariant and run.config.trainer.require_exact:
@@ -264,9 +254,37 @@ def rollout_metrics(completions: list[list[Completion]], rewards: Tensor, advant
         "reward/std": rewards.std(correction=0).item(),
         "reward/informative_groups_share": (advantages != 0).any(dim=1).float().mean().item(),
         "completion/length_mean": lengths.mean().item(),
+        "completion/length_p90": lengths.quantile(0.9).item(),
         "completion/length_max": lengths.max().item(),
         "completion/truncated_share": sum(c.finish_reason == "length" for c in flat) / len(flat),
+        "rollout/num_tokens": lengths.sum().item(),
     }
+
+
+def logged_samples(
+    run: Run,
+    problems: list[EncodedProblem],
+    completions: list[list[Completion]],
+    rewards: Tensor,
+    advantages: Tensor,
+) -> list[dict[str, Any]]:
+    """Rows of samples.jsonl: the first completion of each prompt, then the second, as many as the config wants."""
+    count = min(run.config.trainer.logged_samples, len(problems) * len(completions[0]))
+    places = [(index % len(problems), index // len(problems)) for index in range(count)]
+    return [
+        {
+            "id": problems[p].problem.id,
+            "prompt": run.task.prompt_text(problems[p].problem),
+            "completion": run.decode(completions[p][g].tokens),
+            "answer": problems[p].problem.answer,
+            "reward": rewards[p, g].item(),
+            "advantage": advantages[p, g].item(),
+            "finish_reason": completions[p][g].finish_reason,
+            "num_tokens": len(completions[p][g].tokens),
+            "mean_logprob": sum(completions[p][g].rollout_logprobs) / len(completions[p][g].tokens),
+        }
+        for p, g in places
+    ]
 
 
 def saturated_share(policy: Decoder) -> float:

@@ -1,28 +1,14 @@
-"""What a run leaves behind and shows: metrics.jsonl, one console line a step, progress bars."""
+"""What a run shows: one console line a step, progress bars, seconds by phase."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-
-class MetricsFile:
-    """metrics.jsonl: one JSON object a step, written as soon as the step is over."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, metrics: dict[str, Any]) -> None:
-        """Write one line; a line is on disk whole or not at all, barring a full disk."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
 
 
 class StepClock:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from octavo.trainer.divergence import Diverged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +57,16 @@ class Optimizer:
     """One AdamW over all masters.
 
     Args:
-        parameters: FP32 masters.
+        parameters: {name: FP32 master}.
         config: the rule.
         num_updates: optimiser steps of the whole run, for the schedule.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], config: OptimizerConfig, num_updates: int) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, num_updates: int) -> None:
         self.config, self.num_updates, self.update = config, num_updates, 0
-        self.parameters = parameters
-        matrices = [p for p in parameters if p.ndim > 1]
-        vectors = [p for p in parameters if p.ndim <= 1]
+        self.parameters = dict(parameters)
+        matrices = [p for p in self.parameters.values() if p.ndim > 1]
+        vectors = [p for p in self.parameters.values() if p.ndim <= 1]
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -77,18 +80,36 @@ class Optimizer:
             optimizer/grad_norm before clipping, and optimizer/lr.
 
         Raises:
-            ValueError: a gradient is not finite; no master has been touched.
+            Diverged: a gradient is not finite, and no master has been touched; or a master no longer is.
         """
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm).item()
-        if not math.isfinite(grad_norm):
-            raise ValueError(
-                f"the gradient norm of optimiser step {self.update} is {grad_norm}; no weight was changed. Lower "
-                f"optimizer.lr, or look for the first loss in metrics.jsonl that is not finite"
-            )
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm = nn.utils.get_total_norm(gradients.values())
+        if not torch.isfinite(norm):
+            raise Diverged(f"gradient of optimiser step {self.update}", gradients)
+        nn.utils.clip_grads_with_norm_(self.parameters.values(), self.config.max_grad_norm, norm)
         lr = self.config.lr_at(self.update, self.num_updates)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+        if not all(torch.isfinite(p).all() for p in self.parameters.values()):
+            raise Diverged(f"weight after optimiser step {self.update}", self.parameters)
         self.adamw.zero_grad(set_to_none=True)
         self.update += 1
-        return {"optimizer/grad_norm": grad_norm, "optimizer/lr": lr}
+        return {"optimizer/grad_norm": norm.item(), "optimizer/lr": lr}
+
+    def moments(self) -> dict[str, Tensor]:
+        """The live moments and step counts of AdamW, as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`.
+
+        Before the first update they are made here, as the zeros that AdamW starts from.
+        """
+        for parameter in self.parameters.values():
+            state = self.adamw.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.adamw.state[parameter].items()
+        }

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
 from octavo.models.checkpoint import load_decoder
 from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
-from octavo.rl.losses import ClipBounds
 from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import uniform_bits
 from octavo.tasks.problem import Problem, Task
 from octavo.tasks.prompts import encode_prompt, keep_within_limit, stop_token_ids
 from octavo.trainer.config import TrainConfig
-from octavo.trainer.config_file import to_dict
-from octavo.trainer.metrics import Display, MetricsFile
+from octavo.trainer.interrupt import Interrupts
+from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 
 TRAINING, EVALUATION = 0, 1
@@ -41,7 +38,7 @@ class EncodedProblem:
 
 @dataclass(kw_only=True)
 class Run:
-    """What the loop works with. Only `bounds` and what its objects hold change while it runs."""
+    """What training and evaluation work with. Its fields stay; only what the policy and the engine hold changes."""
 
     config: TrainConfig
     task: Task
@@ -51,8 +48,17 @@ class Run:
     policy: Decoder
     engine: Engine
     display: Display
-    bounds: ClipBounds
-    """Of the ratio; calibrated clipping moves them."""
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    """Asked during rollout and evaluation whether to stop."""
+
+    def progress(self, advance: Callable[[int], None]) -> Callable[[int], None]:
+        """For Engine.generate: moves the bar, and raises StopRequested when the run was asked to stop."""
+
+        def after_step(num_finished: int) -> None:
+            advance(num_finished)
+            self.interrupts.check()
+
+        return after_step
 
     def seed(self, stream: int, step: int) -> int:
         """Of the engine's random numbers in one step."""
@@ -97,7 +103,6 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {len(test_problems)} test")
     display.line(describe(policy))
     stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
-    clip = config.algorithm.clip.bounds() if config.calibration is None else config.calibration.start_bounds()
     return Run(
         config=config,
         task=task,
@@ -107,7 +112,6 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         policy=policy,
         engine=Engine(policy, config.rollout.engine, stops),
         display=display,
-        bounds=clip,
     )
 
 
@@ -143,7 +147,8 @@ def describe(policy: Decoder) -> str:
 def make_optimizer(run: Run) -> Optimizer:
     """AdamW over all masters of the policy."""
     trainer = run.config.trainer
-    return Optimizer(list(run.policy.parameters()), run.config.optimizer, trainer.num_steps * trainer.num_mini_batches)
+    num_updates = trainer.num_steps * trainer.num_mini_batches
+    return Optimizer(dict(run.policy.named_parameters()), run.config.optimizer, num_updates)
 
 
 def load_reference(config: TrainConfig) -> Decoder | None:
@@ -158,43 +163,6 @@ def load_reference(config: TrainConfig) -> Decoder | None:
         device=config.device,
     )
     return reference.requires_grad_(False)
-
-
-def open_output(config: TrainConfig, policy: Decoder) -> MetricsFile:
-    """Make the run's folder and write config.yaml.
-
-    Raises:
-        ValueError: an earlier run is there and `overwrite` is false, a model that no run left is there, the folder
-            cannot be made, or the trained model would not fit on the disk.
-    """
-    folder = Path(config.output_dir)
-    metrics = folder / "metrics.jsonl"
-    if Path(config.model.path).is_dir() and folder.resolve() in Path(config.model.path).resolve().parents:
-        raise ValueError(
-            f"model.path={config.model.path!r} lies inside output_dir={config.output_dir!r}, whose model/ this run "
-            f"replaces. Give another output_dir"
-        )
-    if metrics.exists() and not config.overwrite:
-        raise ValueError(f"{folder} holds an earlier run. Give another output_dir, or overwrite=true to replace it")
-    if not metrics.exists() and (folder / "model").exists():
-        raise ValueError(f"{folder / 'model'} is there already and was not left by a run. Give another output_dir")
-    try:
-        for name in ("model", "model.partial"):
-            if metrics.exists() and (folder / name).exists():
-                shutil.rmtree(folder / name)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
-        metrics.write_text("", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"output_dir={str(folder)!r} cannot be written: {error.strerror}. Give another") from error
-    needed = sum(parameter.numel() for parameter in policy.parameters()) * policy.dtype.itemsize
-    free = shutil.disk_usage(folder).free
-    if free < 1.1 * needed:
-        raise ValueError(
-            f"output_dir={str(folder)!r} has {free / 1e6:.0f} MB free; the trained model alone takes "
-            f"{needed / 1e6:.0f} MB. Make room, or give another"
-        )
-    return MetricsFile(metrics)
 
 
 def load_tokenizer(path: str) -> Any:

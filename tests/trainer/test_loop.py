@@ -1,6 +1,5 @@
 """The loop on the tiny model: exact at every step, bounds that can be recomputed, losses that can be checked."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from training_runs import TINY_MODEL, read_lines, tiny_config, without_times
 
 from octavo.models.checkpoint import load_decoder
 from octavo.numerics.recipe import get_recipe
@@ -17,48 +17,16 @@ from octavo.rollout.kv_cache import KVCache
 from octavo.trainer import loop
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict, to_dict
+from octavo.trainer.divergence import StepRecord
 from octavo.trainer.evaluation import evaluate_with_samples
-from octavo.trainer.metrics import Display, StepClock
+from octavo.trainer.metrics import Display
+from octavo.trainer.progress import Progress
 from octavo.trainer.run import load_reference, load_run, make_optimizer
-
-REPO = Path(__file__).resolve().parents[2]
-TINY_MODEL = REPO / "examples/tiny/model"
-
-
-def tiny_config(folder: Path, **changes: object) -> TrainConfig:
-    """A run of a few seconds; `changes` are dotted keys with `__` for the dot."""
-    data = {
-        "output_dir": str(folder),
-        "model": {"path": str(TINY_MODEL)},
-        "task": {"type": "arithmetic", "num_train": 64, "num_test": 32},
-        "rollout": {
-            "prompts_per_step": 4,
-            "group_size": 4,
-            "max_prompt_tokens": 16,
-            "max_completion_tokens": 16,
-            "engine": {"page_size": 4, "kv_cache_tokens": 2048},
-        },
-        "calibration": {"interval": 2, "pooled_steps": 2, "min_tokens": 5, "min_clipped": 0},
-        "optimizer": {"lr": 1e-3},
-        "trainer": {"num_steps": 4, "num_mini_batches": 2, "shadow_interval": 1},
-        "evaluation": {"interval": 4, "num_problems": 16},
-    }
-    for key, value in changes.items():
-        section = data
-        *parents, name = key.split("__")
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[name] = value
-    return from_dict(TrainConfig, data, "test")
+from octavo.trainer.train import train
 
 
 def run_lines(config: TrainConfig) -> list[dict]:
-    folder = loop.train(config, Display())
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_times(lines: list[dict]) -> list[dict]:
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+    return read_lines(train(config, Display()) / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +132,7 @@ def test_one_flipped_kv_byte_stops_the_run_or_shows_in_the_metrics(tmp_path, mon
     monkeypatch.setattr(KVCache, "write", flip)
     config = tiny_config(tmp_path / "run", trainer__num_steps=1, evaluation__interval=0)
     with pytest.raises(ValueError, match="disagree by up to .*'block128'.*require_exact=false"):
-        loop.train(config, Display())
+        train(config, Display())
     tolerant = replace(config, overwrite=True, trainer=replace(config.trainer, require_exact=False))
     (line,) = run_lines(tolerant)
     assert line["mismatch/max_abs_logprob_diff"] > 0.0
@@ -173,7 +141,6 @@ def test_one_flipped_kv_byte_stops_the_run_or_shows_in_the_metrics(tmp_path, mon
 def test_loss_and_its_gradient_match_the_formula(tmp_path):
     run = load_run(tiny_config(tmp_path / "run", algorithm__kl__coefficient=0.25), Display())
     reference = load_reference(run.config)
-    run.bounds = ClipBounds(low=0.99, high=1.01)
     problems = run.problems_of_step(0)
     completions = loop.sample(run, problems, 0)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
@@ -184,7 +151,7 @@ def test_loss_and_its_gradient_match_the_formula(tmp_path):
         for parameter in run.policy.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     run.policy.requantize_()
-    logprobs, metrics = loop.accumulate(run, batch, lambda count: None)
+    logprobs, metrics = loop.accumulate(run, batch, ClipBounds(low=0.99, high=1.01), lambda count: None)
 
     total, kl_total, clipped = 0.0, 0.0, 0
     old, ref, mask = batch.gather("old_logprobs"), batch.gather("ref_logprobs"), batch.gather("loss_mask")
@@ -225,6 +192,7 @@ def test_evaluation_counts_what_it_sampled(tmp_path):
 def test_step_without_shadow_reports_no_overclipping(tmp_path):
     config = tiny_config(tmp_path / "run", calibration=None, trainer__shadow_interval=0)
     run = load_run(config, Display())
-    metrics = loop.train_step(run, make_optimizer(run), None, 0, [], StepClock())
+    progress = Progress(bounds=config.start_bounds())
+    metrics = loop.train_step(run, make_optimizer(run), None, progress, StepRecord(step=0))
     assert (metrics["clip/low"], metrics["clip/high"]) == (0.8, 1.28)
     assert "overclip/low_share" not in metrics and metrics["mismatch/max_abs_logprob_diff"] == 0.0

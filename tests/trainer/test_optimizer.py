@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from octavo.trainer.divergence import Diverged
 from octavo.trainer.optimizer import Optimizer, OptimizerConfig
 
 
@@ -23,7 +24,9 @@ def test_schedules_after_two_warmup_steps_of_six(schedule, expected):
 
 def test_first_step_moves_by_lr_and_decays_matrices_only():
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = Optimizer([matrix, vector], OptimizerConfig(lr=0.1, weight_decay=0.5, max_grad_norm=100.0), 1)
+    optimizer = Optimizer(
+        {"matrix": matrix, "vector": vector}, OptimizerConfig(lr=0.1, weight_decay=0.5, max_grad_norm=100.0), 1
+    )
     matrix.grad, vector.grad = torch.full((2, 2), 3.0), torch.full((2,), -4.0)
     metrics = optimizer.step()
     # Adam's first step is lr * sign(gradient); the matrix first decays by 1 - 0.1 * 0.5.
@@ -34,7 +37,7 @@ def test_first_step_moves_by_lr_and_decays_matrices_only():
 
 def test_gradients_are_scaled_to_the_largest_norm():
     weight = torch.nn.Parameter(torch.zeros(2))
-    optimizer = Optimizer([weight], OptimizerConfig(lr=1.0, max_grad_norm=1.0, adam_eps=1.0), 1)
+    optimizer = Optimizer({"weight": weight}, OptimizerConfig(lr=1.0, max_grad_norm=1.0, adam_eps=1.0), 1)
     weight.grad = torch.tensor([3.0, 4.0])
     optimizer.step()
     # Clipped to (0.6, 0.8); Adam's first step is -lr * g / (|g| + adam_eps).
@@ -43,10 +46,14 @@ def test_gradients_are_scaled_to_the_largest_norm():
 
 def test_a_gradient_that_is_not_finite_stops_before_any_weight_changes():
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = Optimizer([weight], OptimizerConfig(), 1)
+    optimizer = Optimizer({"weight": weight}, OptimizerConfig(), 1)
     weight.grad = torch.tensor([math.nan, 1.0])
-    with pytest.raises(ValueError, match="gradient norm of optimiser step 0 is nan"):
+    with pytest.raises(
+        Diverged, match="gradient of optimiser step 0 is not finite; the first of 1 tensors is weight"
+    ) as e:
         optimizer.step()
+    (broken,) = e.value.broken
+    assert (broken.num_nan, broken.num_inf, broken.finite_amax) == (1, 0, 1.0)
     assert torch.equal(weight, torch.ones(2)) and optimizer.update == 0
 
 

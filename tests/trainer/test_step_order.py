@@ -12,8 +12,10 @@ from octavo.rl.losses import KLConfig
 from octavo.trainer import loop
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
-from octavo.trainer.metrics import Display, StepClock
+from octavo.trainer.divergence import StepRecord
+from octavo.trainer.metrics import Display
 from octavo.trainer.policy import packed_logprobs
+from octavo.trainer.progress import Progress
 from octavo.trainer.run import Run, load_reference, load_run, make_optimizer
 
 TINY_MODEL = Path(__file__).resolve().parents[2] / "examples/tiny/model"
@@ -53,9 +55,9 @@ def spied_step(tmp_path, monkeypatch):
         return logprobs, entropy
 
     monkeypatch.setattr(loop, "packed_logprobs", spy)
-    pool = []
-    metrics = loop.train_step(run, optimizer, None, 0, pool, StepClock())
-    return run, optimizer, calls, metrics, pool
+    progress = Progress(bounds=run.config.start_bounds())
+    metrics = loop.train_step(run, optimizer, None, progress, StepRecord(step=0))
+    return run, optimizer, calls, metrics, progress.pool
 
 
 def test_forwards_run_in_order_with_the_weights_they_should(spied_step):
@@ -101,11 +103,11 @@ def test_ratios_that_are_measured_are_those_of_the_last_mini_batch(spied_step):
 
 def test_pool_is_emptied_by_a_calibration(tmp_path):
     run = make_run(tmp_path)
-    optimizer, pool = make_optimizer(run), []
-    first = loop.train_step(run, optimizer, None, 0, pool, StepClock())
-    assert len(pool) == 1 and "calibration/low" not in first
-    second = loop.train_step(run, optimizer, None, 1, pool, StepClock())
-    assert pool == [] and "calibration/low" in second
+    optimizer, progress = make_optimizer(run), Progress(bounds=run.config.start_bounds())
+    first = loop.train_step(run, optimizer, None, progress, StepRecord(step=0))
+    assert len(progress.pool) == 1 and "calibration/low" not in first
+    second = loop.train_step(run, optimizer, None, progress, StepRecord(step=1))
+    assert progress.pool == [] and "calibration/low" in second
 
 
 def test_importance_weights_scale_loss_and_statistics(tmp_path):
@@ -123,9 +125,10 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
     for weight in (1.0, 1.5):
         shifted = replace(microbatch, rollout_logprobs=microbatch.old_logprobs - torch.tensor(weight).log())
         weighted = replace(batch, microbatches=[shifted])
-        logprobs, metrics = loop.accumulate(run, weighted, lambda count: None)
-        pool = []
-        loop.measure_shadow(run, weighted, logprobs, 0, pool)
+        progress = Progress(bounds=run.config.start_bounds())
+        logprobs, metrics = loop.accumulate(run, weighted, progress.bounds, lambda count: None)
+        loop.measure_shadow(run, weighted, logprobs, progress, 0)
+        pool = progress.pool
         losses.append(metrics["loss/policy"])
         sums.append([pool[0].shadow_positive, pool[0].shadow_negative, *pool[0].positive_contributions])
     assert abs(losses[0]) > 1e-4 and losses[1] == pytest.approx(1.5 * losses[0], rel=1e-4)

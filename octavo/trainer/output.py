@@ -1,0 +1,210 @@
+"""The folder of a run, and what makes it safe: one process at a time, nothing lost by a mistake or a full disk.
+
+config.yaml      the complete config
+metrics.jsonl    a line a step                samples.jsonl   some completions of each step
+resumes.jsonl    a line a resume              checkpoints/    what the run can go on from
+model/           the trained model            failure/        diagnosis of a run that diverged
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from octavo.trainer.checkpoint import FOLDER as CHECKPOINTS
+from octavo.trainer.config import TrainConfig
+from octavo.trainer.config_file import to_dict
+
+MASTER_AND_MOMENTS_BYTES = 12
+"""Of a parameter in a checkpoint: FP32 master and two FP32 moments."""
+OWN_FILES = ("config.yaml", "samples.jsonl", "resumes.jsonl", "precision.json", "report.html")
+OWN_FOLDERS = (CHECKPOINTS, "model", "model.partial", "model.replaced", "failure", "tensorboard")
+
+
+class JsonLines:
+    """A file of JSON objects, one a line. A line that the disk refuses waits in memory for the next call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: list[str] = []
+
+    def extend(self, rows: list[dict[str, Any]]) -> None:
+        """Add a line for each row.
+
+        Raises:
+            OSError: the disk refuses; the lines wait, and the file ends with a whole line as before.
+        """
+        self._waiting += [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        self._write()
+
+    def flush(self) -> int:
+        """Put every line on disk.
+
+        Returns:
+            Size of the file, in bytes.
+
+        Raises:
+            OSError: as `extend`.
+        """
+        self._write()
+        with self.path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
+        data = memoryview("".join(self._waiting).encode("utf-8", errors="replace"))
+        with self.path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                file.truncate(size)
+                raise
+        self._waiting.clear()
+
+    def cut(self, size: int) -> bool:
+        """Drop what lies beyond `size` bytes; False if the file was shorter, and so has lost lines."""
+        with self.path.open("ab") as file:
+            found = file.tell()
+            file.truncate(min(size, found))
+        return found >= size
+
+
+class RunFolder:
+    """The folder of one run, held by this process until it is closed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metrics = JsonLines(self.path / "metrics.jsonl")
+        self.samples = JsonLines(self.path / "samples.jsonl")
+        self.resumes = JsonLines(self.path / "resumes.jsonl")
+        self._lock: int | None = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has been here."""
+        return self.metrics.path.exists() or self.checkpoints.is_dir()
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse to start a new run where that would lose something. Changes nothing.
+
+        Raises:
+            ValueError: an earlier run is there and `overwrite` is false; a model is there that no run left, or it is
+                the one to train.
+        """
+        model = Path(config.model.path)
+        if model.is_dir() and self.path.resolve() in model.resolve().parents:
+            raise ValueError(
+                f"model.path={config.model.path!r} lies inside output_dir={config.output_dir!r}, whose model/ this run "
+                f"replaces. Give another output_dir"
+            )
+        if self.holds_run and not config.overwrite:
+            raise ValueError(
+                f"{self.path} holds an earlier run. Go on with it by --resume, give another output_dir, or "
+                f"overwrite=true to replace it"
+            )
+        if not self.holds_run and (self.path / "model").exists():
+            raise ValueError(f"{self.path}/model is there already and was not left by a run. Give another output_dir")
+
+    def create(self, config: TrainConfig, num_parameters: int, model_bytes: int, replace: bool = False) -> None:
+        """Make the folder for a new run, or clear it of the earlier one.
+
+        Args:
+            config: written to config.yaml.
+            num_parameters: masters of the policy.
+            model_bytes: of the model folder that the run will leave.
+            replace: an earlier run that is there is cleared even without `overwrite`.
+
+        Raises:
+            ValueError: as `check`; another process runs there; the disk is too small; it cannot be written.
+        """
+        if not replace:
+            self.check(config)
+        self._check_room(config, num_parameters, model_bytes)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            if self.holds_run:
+                for name in OWN_FOLDERS:
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+                for name in OWN_FILES:
+                    (self.path / name).unlink(missing_ok=True)
+            self.write_config(config)
+            self.metrics.path.write_text("", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"output_dir={str(self.path)!r} cannot be written: {error.strerror}. Give another"
+            ) from error
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Replace config.yaml, whole."""
+        partial = self.path / "config.yaml.partial"
+        partial.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+        partial.replace(self.path / "config.yaml")
+
+    def read_config(self) -> Any:
+        """config.yaml as dicts and lists.
+
+        Raises:
+            ValueError: it is missing or damaged.
+        """
+        try:
+            return yaml.safe_load((self.path / "config.yaml").read_bytes())
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(
+                f"{self.path / 'config.yaml'} cannot be read, so the earlier run there is unknown: "
+                f"{' '.join(str(error).split())}. overwrite=true without --resume replaces it"
+            ) from error
+
+    def lock(self) -> None:
+        """Keep other processes out until this one closes the folder or ends, however it ends.
+
+        Raises:
+            ValueError: another process is there.
+        """
+        if self._lock is not None:
+            return
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{self.path} is in use by another octavo process. Wait for it, or give another output_dir"
+            ) from error
+
+    def _check_room(self, config: TrainConfig, num_parameters: int, model_bytes: int) -> None:
+        """Room for the model and the checkpoints, one more than are kept, as the new one comes before the old goes."""
+        kept = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
+        needed = model_bytes + kept * MASTER_AND_MOMENTS_BYTES * num_parameters
+        old = [file for name in OWN_FOLDERS for file in (self.path / name).rglob("*") if file.is_file()]
+        folder = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
+        free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in old)
+        if free < 1.05 * needed:
+            raise ValueError(
+                f"output_dir={str(self.path)!r} has {free / 1e6:.0f} MB free; the trained model takes "
+                f"{model_bytes / 1e6:.0f} MB and each of {kept} checkpoints "
+                f"{MASTER_AND_MOMENTS_BYTES * num_parameters / 1e6:.0f} MB (checkpoint.keep_last="
+                f"{config.checkpoint.keep_last} and keep_best). Make room, keep fewer, or give another"
+            )

@@ -1,0 +1,123 @@
+"""Where a run stands: what it needs, beside its config, to go on as if it had never stopped.
+
+The problem order and every sample are keyed by (seed, step), so their cursor is the number of steps done. What else
+moves is here, in the masters, in the optimiser's moments and in the static activation scales.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo import __version__
+from octavo.layers.linear import quantized_layers
+from octavo.models.decoder import Decoder
+from octavo.rl.calibration import CalibrationStatistics
+from octavo.rl.losses import ClipBounds
+
+SCALES = ("activation_scale", "activation_amax", "saturation_counts")
+"""Buffers of a linear layer under static activation scales."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What moves from step to step and is no tensor. Changes only when a step's last update is done."""
+
+    bounds: ClipBounds
+    """Of the ratio; calibrated clipping moves them."""
+    next_step: int = 0
+    """Steps done."""
+    pool: list[CalibrationStatistics] = field(default_factory=list)
+    """Statistics measured since the last calibration."""
+    first_evaluation: dict[str, float] = field(default_factory=dict)
+    """Metrics before step 0; empty until they are measured, or without evaluation."""
+    best_accuracy: float = -1.0
+    """Highest evaluation accuracy after a step."""
+    best_checkpoint: str | None = None
+    """Name of the checkpoint that had it."""
+    pending: dict[str, Any] | None = None
+    """`metrics` and `samples` of the step before `next_step`, while its evaluation is to come and they wait for it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers; `from_json` gives back an equal Progress."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Progress:
+        """The inverse of `to_json`, also after JSON turned tuples into lists."""
+        values = {entry.name: data[entry.name] for entry in fields(cls)}
+        values["bounds"] = ClipBounds(**values["bounds"])
+        values["pool"] = [CalibrationStatistics.from_json(item) for item in values["pool"]]
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutState:
+    """What a rollout changes: put back after an interrupted one, and after every evaluation."""
+
+    scales: dict[str, Tensor]
+    random_states: tuple[Any, Tensor]
+
+    @classmethod
+    def take(cls, decoders: list[Decoder]) -> RolloutState:
+        """Copies of the static scales and of the states of Python's and torch's generators."""
+        scales = {name: buffer.clone() for name, buffer in static_scales(decoders).items()}
+        return cls(scales=scales, random_states=(random.getstate(), torch.get_rng_state()))
+
+    def restore(self, decoders: list[Decoder]) -> None:
+        """Put everything back."""
+        for name, buffer in static_scales(decoders).items():
+            buffer.copy_(self.scales[name])
+        random.setstate(self.random_states[0])
+        torch.set_rng_state(self.random_states[1])
+
+
+def static_scales(decoders: list[Decoder]) -> dict[str, Tensor]:
+    """The live buffers of static activation scales by name; empty under other recipes."""
+    return {
+        f"{d}.{index}.{name}": layer.get_buffer(name)
+        for d, decoder in enumerate(decoders)
+        for index, layer in enumerate(quantized_layers(decoder))
+        if layer.recipe.static_activation_scale
+        for name in SCALES
+    }
+
+
+def random_states_to_json() -> dict[str, Any]:
+    """States of the global generators, which only a user's own reward may draw from."""
+    version, numbers, gauss = random.getstate()
+    return {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state().tolist()}
+
+
+def restore_random_states(data: Mapping[str, Any]) -> None:
+    """The inverse of `random_states_to_json`."""
+    version, numbers, gauss = data["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(torch.tensor(data["torch"], dtype=torch.uint8))
+
+
+def environment(device: str) -> dict[str, str]:
+    """What a bit may depend on besides config, data and weights."""
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "CPU"
+    return {
+        "octavo": __version__,
+        "torch": torch.__version__,
+        "device": f"{device}, {name}",
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def weights_fingerprint(module: nn.Module) -> str:
+    """Hash of all parameters' names, shapes and bits; one pass over memory on their own device."""
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        rows = torch.hash_tensor(parameter.detach(), dim=-1)  # XOR within a row, SHA-256 over the rows
+        digest.update(f"{name} {tuple(parameter.shape)}".encode() + rows.cpu().numpy().tobytes())
+    return digest.hexdigest()

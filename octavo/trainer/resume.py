@@ -1,0 +1,187 @@
+"""A run goes on from its newest whole checkpoint, to the bit, or says why it cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor
+
+from octavo.models.decoder import Decoder
+from octavo.trainer import progress as state_of
+from octavo.trainer.checkpoint import (
+    Checkpoint,
+    checkpoint_name,
+    newest_checkpoint,
+    prune,
+    set_aside,
+    write_checkpoint,
+)
+from octavo.trainer.config import TrainConfig
+from octavo.trainer.config_file import differences, to_dict
+from octavo.trainer.metrics import StepClock
+from octavo.trainer.optimizer import Optimizer
+from octavo.trainer.output import RunFolder
+from octavo.trainer.progress import Progress
+from octavo.trainer.run import Run
+
+FREE_TO_CHANGE = ("output_dir", "overwrite", "checkpoint")
+"""Keys and sections that change no number of a run, so a resume may have others without asking."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """A checkpoint that the run may go on from."""
+
+    checkpoint: Checkpoint
+    changes: list[str]
+    """Differences of the config from the run's, each `key: old -> new`; allowed by the user."""
+    damage: list[str]
+    """Why newer checkpoints are not used."""
+
+
+def find_resume_point(folder: RunFolder, config: TrainConfig, allow_changes: bool) -> ResumePoint | None:
+    """The newest whole checkpoint; None where there is none, so that the run begins.
+
+    Raises:
+        ValueError: all checkpoints are damaged; the config differs from the run's and `allow_changes` is false; another
+            process is in the folder, or what is in it was not left by a run.
+    """
+    if not folder.holds_run:
+        folder.check(config)
+        return None
+    folder.lock()
+    checkpoint, damage = newest_checkpoint(folder.path)
+    before = folder.read_config() if checkpoint is None else checkpoint.state["config"]
+    changes = [
+        f"{key}: {old} -> {new}"
+        for key, old, new in differences(before, to_dict(config))
+        if key.partition(".")[0] not in FREE_TO_CHANGE
+    ]
+    _refuse(changes, folder.path if checkpoint is None else checkpoint.path, allow_changes)
+    return None if checkpoint is None else ResumePoint(checkpoint=checkpoint, changes=changes, damage=damage)
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A run in training: all that a checkpoint is made of."""
+
+    run: Run
+    optimizer: Optimizer
+    reference: Decoder | None
+    folder: RunFolder
+    progress: Progress
+
+    _saved: str | None = None
+    """Name of the checkpoint of this very state."""
+    _clock: StepClock = field(default_factory=StepClock)
+
+    def save(self, best: bool = False) -> str:
+        """Write a checkpoint of the state as it is and drop those that are no longer kept.
+
+        Args:
+            best: its accuracy is the run's best, so it stays until a better one comes.
+
+        Returns:
+            Its name.
+
+        Raises:
+            OSError: the disk is full or broken; earlier checkpoints are as they were.
+        """
+        config, progress = self.run.config, self.progress
+        name = checkpoint_name(progress.next_step, before_evaluation=progress.pending is not None)
+        if name == self._saved:
+            return name
+        kept = name if best else progress.best_checkpoint
+        state = {
+            "progress": progress.to_json() | {"best_checkpoint": kept},
+            "policy_version": self.optimizer.update,
+            "sizes": {file.path.name: file.flush() for file in (self.folder.metrics, self.folder.samples)},
+            "config": to_dict(config),
+            "fingerprints": self._fingerprints,
+            "environment": state_of.environment(config.device),
+            "random_states": state_of.random_states_to_json(),
+        }
+        with self._clock.phase("checkpoint"):
+            write_checkpoint(self.folder.checkpoints / name, self._tensors(), state)
+        self._saved, progress.best_checkpoint = name, kept
+        prune(self.folder.path, config.checkpoint.keep_last, kept)
+        return name
+
+    def checkpoint_time(self) -> dict[str, float]:
+        """time/checkpoint_s since the last call, for the metrics of the step that comes after the checkpoint."""
+        taken, self._clock = self._clock.metrics, StepClock()
+        return taken
+
+    def restore(self, point: ResumePoint, allow_changes: bool) -> list[str]:
+        """Put everything as it was when the checkpoint was written, and note it in resumes.jsonl.
+
+        Returns:
+            What the user should know, a line each.
+
+        Raises:
+            ValueError: another model, or other problems (unless `allow_changes`).
+        """
+        checkpoint, state = point.checkpoint, point.checkpoint.state
+        others = [
+            f"{name}: not those of the run"
+            for name, digest in self._fingerprints.items()
+            if digest != state["fingerprints"][name]
+        ]
+        _refuse(others, checkpoint.path, allow_changes)
+        for group, tensors in self._tensors().items():
+            checkpoint.copy_into(group, tensors)
+        self.optimizer.update = state["policy_version"]
+        self.run.policy.requantize_()
+        self.progress = Progress.from_json(state["progress"])
+        state_of.restore_random_states(state["random_states"])
+
+        notes = [f"damaged and set aside: {text}" for text in point.damage]
+        set_aside(self.folder.path, newer_than=checkpoint.path)
+        for file in (self.folder.metrics, self.folder.samples):
+            if not file.cut(state["sizes"][file.path.name]):
+                notes.append(f"{file.path} is shorter than it was: lines of earlier steps are gone")
+        now = state_of.environment(self.run.config.device)
+        for key, was in state["environment"].items():
+            if was != now[key]:
+                notes.append(f"the checkpoint was written under {key} {was}, and this is {now[key]}: bits may differ")
+        changes = point.changes + others
+        message = "; ".join(notes)
+        row = {"step": self.progress.next_step, "time": time.time(), "changes": changes, "message": message}
+        self.folder.resumes.extend([row])
+        return [f"resuming from {checkpoint.path}", *(f"changed: {text}" for text in changes), *notes]
+
+    def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        return {
+            "policy": {name: parameter.detach() for name, parameter in self.run.policy.named_parameters()},
+            "optimizer": self.optimizer.moments(),
+            "scales": state_of.static_scales([self.run.policy]),
+        }
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, str]:
+        """Of what the checkpoint does not hold and the run depends on."""
+        reference = None if self.reference is None else state_of.weights_fingerprint(self.reference)
+        return {"problems": _problems_fingerprint(self.run), "reference weights": reference or "none"}
+
+
+def _refuse(changes: list[str], path: Path, allow_changes: bool) -> None:
+    if changes and not allow_changes:
+        raise ValueError(
+            f"the run that left {path} differs from this one in {'; '.join(changes)}. Give what it had, or "
+            f"--allow-changes to go on with the new"
+        )
+
+
+def _problems_fingerprint(run: Run) -> str:
+    """Hash of every prompt's tokens and every answer, in order."""
+    digest = hashlib.sha256()
+    for problems in (run.train_problems, run.test_problems):
+        digest.update(f"{len(problems)} problems\n".encode())
+        for encoded in problems:
+            digest.update(f"{encoded.problem.id} {encoded.prompt} {encoded.problem.answer!r}\n".encode())
+    return digest.hexdigest()

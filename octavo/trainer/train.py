@@ -1,0 +1,197 @@
+"""A whole run, from the first evaluation to the trained model: steps, evaluations, checkpoints, and what goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from octavo.models.checkpoint import save_decoder
+from octavo.trainer.config import TrainConfig
+from octavo.trainer.divergence import Diverged, StepRecord, save_diagnosis
+from octavo.trainer.evaluation import evaluate
+from octavo.trainer.interrupt import Interrupted, StopRequested
+from octavo.trainer.loop import train_step
+from octavo.trainer.metrics import Display, StepClock
+from octavo.trainer.output import RunFolder
+from octavo.trainer.progress import Progress, RolloutState
+from octavo.trainer.resume import ResumePoint, Session, find_resume_point
+from octavo.trainer.run import load_reference, load_run, make_optimizer
+
+
+def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_changes: bool = False) -> Path:
+    """Run the whole training, or what is left of it.
+
+    Args:
+        config: the run.
+        display: where it is shown.
+        resume: go on from the newest whole checkpoint in `output_dir`, to the bit; begin where there is none.
+        allow_changes: resume although config keys or problems differ from the run's.
+
+    Returns:
+        The run's folder: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, and model/, a Hugging Face folder.
+
+    Raises:
+        ValueError: something is missing or does not fit, the run diverged, or its end does not fit on the disk.
+        Interrupted: Ctrl-C or SIGTERM; the run is saved.
+    """
+    with RunFolder(config.output_dir) as folder:
+        point = find_resume_point(folder, config, allow_changes) if resume else None
+        if not resume:
+            folder.check(config)
+        run = load_run(config, display)
+        session = Session(
+            run=run,
+            optimizer=make_optimizer(run),
+            reference=load_reference(config),
+            folder=folder,
+            progress=Progress(bounds=config.start_bounds()),
+        )
+        open_folder(session, point, resume, allow_changes)
+        with run.interrupts:
+            try:
+                run_steps(session)
+                write_model(session)
+            except StopRequested:
+                raise interrupted(session) from None
+        return folder.path
+
+
+def open_folder(session: Session, point: ResumePoint | None, resume: bool, allow_changes: bool) -> None:
+    """Put the session where it left off, or make the folder of a new run."""
+    run, folder = session.run, session.folder
+    if point is not None:
+        for line in session.restore(point, allow_changes):
+            run.display.line(line)
+        folder.write_config(run.config)
+        return
+    if resume:
+        run.display.line(f"no checkpoint in {folder.path}: starting from the beginning")
+    num_parameters = sum(parameter.numel() for parameter in run.policy.parameters())
+    folder.create(run.config, num_parameters, num_parameters * run.policy.dtype.itemsize, replace=resume)
+
+
+def run_steps(session: Session) -> None:
+    """Evaluate, then step, evaluate, log and save until all steps are done.
+
+    Raises:
+        StopRequested: where the session's state is a checkpoint's: between steps, or before an evaluation.
+    """
+    run, progress = session.run, session.progress
+    num_steps, interval = run.config.trainer.num_steps, run.config.evaluation.interval
+    if interval and progress.next_step == 0 and not progress.first_evaluation:
+        progress.first_evaluation = first = evaluate(run)
+        run.display.line(
+            f"before training: eval {first['eval/accuracy']:.3f} of {first['eval/num_problems']:.0f} problems"
+        )
+    while progress.pending is not None or progress.next_step < num_steps:
+        run.interrupts.check()
+        if progress.pending is None:
+            progress.pending = one_step(session)
+            progress.next_step += 1
+        improved = False
+        if interval and (progress.next_step % interval == 0 or progress.next_step == num_steps):
+            improved = evaluate_pending(session)
+        write_pending(session)
+        save_if_due(session, improved)
+
+
+def one_step(session: Session) -> dict[str, Any]:
+    """A training step.
+
+    Returns:
+        Its `metrics`, and `samples` for samples.jsonl.
+
+    Raises:
+        StopRequested: the rollout was interrupted; everything is as before the step.
+        ValueError: the step diverged; the diagnosis is in the run's folder.
+    """
+    run, progress = session.run, session.progress
+    record = StepRecord(step=progress.next_step)
+    before = RolloutState.take([run.policy])
+    metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
+    try:
+        metrics |= train_step(run, session.optimizer, session.reference, progress, record)
+    except StopRequested:
+        before.restore([run.policy])
+        raise
+    except Diverged as error:
+        bounds = {"clip/low": progress.bounds.low, "clip/high": progress.bounds.high}
+        raise save_diagnosis(session.folder.path, error, record, bounds) from error
+    if progress.next_step == 0:
+        metrics |= {key.replace("eval/", "eval/initial_"): value for key, value in progress.first_evaluation.items()}
+    return {"metrics": metrics | session.checkpoint_time() | record.clock.finish(), "samples": record.samples}
+
+
+def evaluate_pending(session: Session) -> bool:
+    """Add an evaluation to the metrics that are not written yet; whether its accuracy is the run's best."""
+    progress, clock = session.progress, StepClock()
+    assert progress.pending is not None
+    with clock.phase("evaluate"):
+        evaluation = evaluate(session.run)
+    metrics = progress.pending["metrics"]
+    metrics |= evaluation | clock.metrics
+    metrics["time/step_s"] += clock.metrics["time/evaluate_s"]
+    improved = evaluation["eval/accuracy"] > progress.best_accuracy
+    progress.best_accuracy = max(progress.best_accuracy, evaluation["eval/accuracy"])
+    return improved
+
+
+def write_pending(session: Session) -> None:
+    """Log the step. What a full disk refuses waits in memory, and training goes on."""
+    folder, progress, display = session.folder, session.progress, session.run.display
+    assert progress.pending is not None
+    metrics = progress.pending["metrics"]
+    for file, rows in ((folder.metrics, [metrics]), (folder.samples, progress.pending["samples"])):
+        try:
+            file.extend([{"step": metrics["step"], **row} for row in rows])
+        except OSError as error:
+            display.line(f"warning: {file.path} cannot be written now ({error.strerror}); its lines wait in memory")
+    progress.pending = None
+    display.step(metrics, session.run.config.trainer.num_steps)
+
+
+def save_if_due(session: Session, improved: bool) -> None:
+    """Write a checkpoint at its interval, after the last step, and when the accuracy is the run's best."""
+    config, step = session.run.config, session.progress.next_step
+    interval = config.checkpoint.interval
+    best = improved and config.checkpoint.keep_best
+    if best or (interval and step % interval == 0) or step == config.trainer.num_steps:
+        try:
+            session.save(best=best)
+        except OSError as error:
+            session.run.display.line(
+                f"warning: the checkpoint of step {step} could not be written ({error.strerror}); earlier ones are as "
+                f"they were, training goes on"
+            )
+
+
+def interrupted(session: Session) -> Interrupted:
+    """Save the run where it was stopped; the exception that says so."""
+    config, step, signal_number = session.run.config, session.progress.next_step, session.run.interrupts.requested
+    assert signal_number is not None
+    try:
+        state = f"saved in {session.folder.checkpoints / session.save()}"
+    except OSError as error:
+        state = f"not saved ({error.strerror}), so an earlier checkpoint is the newest"
+    return Interrupted(
+        f"stopped after {step} of {config.trainer.num_steps} steps, {state}; the same command with --resume goes on",
+        signal_number,
+    )
+
+
+def write_model(session: Session) -> None:
+    """Write the trained model, and whatever lines still wait.
+
+    Raises:
+        ValueError: the disk is full.
+    """
+    folder, config = session.folder, session.run.config
+    try:
+        folder.metrics.flush()
+        folder.samples.flush()
+        save_decoder(session.run.policy, folder.path / "model", config.model.path)
+    except OSError as error:
+        raise ValueError(
+            f"the end of the run could not be written to {folder.path}: {error.strerror}. Make room, then the same "
+            f"command with --resume goes on from the newest checkpoint"
+        ) from error

@@ -1,0 +1,301 @@
+"""Resume to the bit after Ctrl-C, SIGTERM and damage; what is refused; what a full disk or a NaN leaves."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from training_runs import in_a_child, read_lines, same_run, tiny_config, train_quietly
+
+from octavo.rollout.engine import Engine
+from octavo.trainer import loop, train
+from octavo.trainer.checkpoint import list_checkpoints
+from octavo.trainer.interrupt import Interrupted
+from octavo.trainer.metrics import Display
+from octavo.trainer.optimizer import Optimizer
+
+
+def resumable(folder, **changes):
+    settings = {"trainer__num_steps": 4, "optimizer__lr": 2e-4, "evaluation__interval": 2, "checkpoint__interval": 1}
+    return tiny_config(folder, **(settings | changes))
+
+
+def run(config, **options):
+    """Train; what was printed."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(file=nowhere, record=True, width=300)
+        train.train(config, Display(console), **options)
+        return console.export_text()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(resumable(folder))
+    return folder
+
+
+def signal_at(monkeypatch, owner, name, call, number):
+    """Send this process a signal at a call of owner.name."""
+    original, left = getattr(owner, name), [call]
+
+    def signalling(*arguments, **keywords):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), number)
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, signalling)
+
+
+@pytest.mark.parametrize(
+    "owner, name, call, number, saved",
+    [
+        (Engine, "_step", 3, signal.SIGINT, "step_000000"),  # in the evaluation before step 0
+        (loop, "sample", 2, signal.SIGINT, "step_000001"),  # in a rollout: before the step
+        (loop, "annotate", 4, signal.SIGTERM, "step_000001"),  # in the old logprobs
+        (Optimizer, "step", 3, signal.SIGTERM, "step_000002-before-evaluation"),  # updates end first
+        (train, "evaluate", 2, signal.SIGINT, "step_000002-before-evaluation"),
+        (Optimizer, "step", 5, signal.SIGINT, "step_000003"),
+    ],
+)
+def test_a_signal_saves_the_run_at_once_and_resume_changes_no_bit(
+    owner, name, call, number, saved, whole, tmp_path, monkeypatch
+):
+    config = resumable(tmp_path / "run", checkpoint__interval=0, checkpoint__keep_best=False)
+    with monkeypatch.context() as patch:
+        signal_at(patch, owner, name, call, number)
+        with pytest.raises(Interrupted, match=f"saved in .*{saved};.*--resume") as stop:
+            run(config)
+    assert stop.value.exit_code == 128 + number
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [saved]
+    assert f"resuming from {tmp_path}/run/checkpoints/{saved}" in run(config, resume=True)
+    same_run(tmp_path / "run", whole)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):
+    def twice(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop, "accumulate", twice)
+    with pytest.raises(KeyboardInterrupt):
+        run(resumable(tmp_path / "run", evaluation__interval=0))
+
+
+@pytest.mark.parametrize("changes", [{"precision__recipe": "tensorwise_static"}, {"algorithm__kl__coefficient": 0.01}])
+def test_static_scales_and_a_reference_resume_to_the_bit(changes, tmp_path, monkeypatch):
+    config = resumable(tmp_path / "run", checkpoint__interval=0, checkpoint__keep_best=False, **changes)
+    with monkeypatch.context() as patch:
+        signal_at(patch, loop, "annotate", 4, signal.SIGTERM)  # after the rollout has moved the scales' amax
+        with pytest.raises(Interrupted):
+            run(config)
+    run(config, resume=True)
+    run(replace(config, output_dir=str(tmp_path / "whole")))
+    same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_evaluation_leaves_no_trace_in_static_scales(tmp_path):
+    lines = []
+    for interval in (0, 1):
+        folder = tmp_path / str(interval)
+        run(resumable(folder, precision__recipe="tensorwise_static", evaluation__interval=interval))
+        lines.append([line["policy/ratio_std"] for line in read_lines(folder / "metrics.jsonl")])
+    assert lines[0] == lines[1] and min(lines[0]) > 0.0
+
+
+def delete(file):
+    file.unlink()
+
+
+def truncate(file):
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 1)
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "name", ["policy-00000.safetensors", "optimizer-00000.safetensors", "state.json", "manifest.json"]
+)
+@pytest.mark.parametrize("damage", [delete, truncate, flip_a_bit])
+def test_a_damaged_checkpoint_is_set_aside_and_the_last_good_one_taken(name, damage, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/model")
+    newest, good = list_checkpoints(tmp_path / "run")[:2]
+    damage(newest / name)
+    said = run(resumable(tmp_path / "run"), resume=True)
+    assert f"resuming from {good}" in said
+    assert f"damaged and set aside: {newest}/" in said and "step_000004" in newest.name
+    same_run(tmp_path / "run", whole)
+    (resume,) = read_lines(tmp_path / "run/resumes.jsonl")
+    assert resume["step"] == 3 and resume["changes"] == []
+    assert name == "manifest.json" or name in resume["message"]  # a flip in the manifest accuses another file
+    assert (newest.parent / f"{newest.name}.damaged").is_dir()
+
+
+def test_no_good_checkpoint_is_an_error_and_changes_nothing(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    for path in list_checkpoints(tmp_path / "run"):
+        flip_a_bit(path / "policy-00000.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="none of the . checkpoints .* is whole: .*policy-00000.*SHA-256"):
+        run(resumable(tmp_path / "run"), resume=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_changed_config_is_listed_and_refused_unless_allowed(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    changed = resumable(tmp_path / "run", optimizer__lr=1e-5, trainer__num_steps=5, precision__recipe="w8a16")
+    metrics = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="recipe: 'block128' -> 'w8a16'; optimizer.lr: 0.0002 -> 1e-05;.*num_steps: 4"):
+        run(changed, resume=True)
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == metrics
+    assert "changed: optimizer.lr: 0.0002 -> 1e-05" in run(changed, resume=True, allow_changes=True)
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and lines[4]["optimizer/lr"] == 1e-5
+    (resume,) = read_lines(tmp_path / "run/resumes.jsonl")
+    assert "optimizer.lr: 0.0002 -> 1e-05" in resume["changes"]
+    free = replace(changed, checkpoint=replace(changed.checkpoint, keep_last=1), overwrite=True)
+    run(free, resume=True)
+
+
+def test_other_problems_or_another_reference_are_refused(tmp_path):
+    task = tmp_path / "data"
+    task.mkdir()
+    for split in ("train", "test"):
+        rows = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+        (task / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shutil.copytree(resumable(tmp_path).model.path, tmp_path / "base")
+    config = resumable(
+        tmp_path / "run",
+        task={"type": "gsm8k", "path": str(task), "instruction": ""},
+        model__path=str(tmp_path / "base"),
+        algorithm__kl__coefficient=0.01,
+        trainer__num_steps=1,
+        evaluation__interval=0,
+    )
+    run(config)
+    (task / "train.jsonl").write_text((task / "train.jsonl").read_text().replace('"8"', '"9"'))
+    with pytest.raises(ValueError, match="problems: not those of the run"):
+        run(config, resume=True)
+    (task / "train.jsonl").write_text((task / "train.jsonl").read_text().replace('"9"', '"8"'))
+    run(config, resume=True)
+    shutil.copytree(tmp_path / "run/model", tmp_path / "base", dirs_exist_ok=True)
+    with pytest.raises(ValueError, match="reference weights: not those of the run"):
+        run(config, resume=True)
+
+
+def test_resume_where_no_checkpoint_is_starts_from_the_beginning(whole, tmp_path, monkeypatch):
+    config = resumable(tmp_path / "run")
+    assert "no checkpoint in" in run(config, resume=True)
+    same_run(tmp_path / "run", whole)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with pytest.raises(ValueError, match="holds an earlier run"):
+        run(config)
+    with pytest.raises(ValueError, match="optimizer.lr: 0.0002 -> 0.0"):
+        run(resumable(tmp_path / "run", optimizer__lr=0.0), resume=True)
+    run(config, resume=True)
+    same_run(tmp_path / "run", whole)
+
+
+def test_two_processes_do_not_share_a_folder(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    config = resumable(tmp_path / "run", overwrite=True)
+    with train.RunFolder(tmp_path / "run") as folder:
+        folder.lock()
+        for resume in (True, False):
+            with pytest.raises(ValueError, match="in use by another octavo process"):
+                run(config, resume=resume)
+    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 4
+    run(config, resume=True)
+
+
+def test_lost_lines_of_the_metrics_are_said(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    truncate(tmp_path / "run/metrics.jsonl")
+    assert "metrics.jsonl is shorter than it was" in run(resumable(tmp_path / "run"), resume=True)
+
+
+def test_kept_checkpoints_are_the_last_and_the_best(tmp_path, monkeypatch):
+    accuracies = iter([0.0, 0.1, 0.5, 0.3, 0.3, 0.2])
+    monkeypatch.setattr(train, "evaluate", lambda run: {"eval/accuracy": next(accuracies), "eval/num_problems": 1.0})
+    run(resumable(tmp_path / "run", trainer__num_steps=5, evaluation__interval=1, checkpoint__keep_last=1))
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_000005", "step_000002"]
+
+
+def test_a_disk_that_refuses_checkpoints_does_not_stop_the_run(whole, tmp_path):
+    def limited():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**7, 10**7))  # policy 7 MB, optimiser 14 MB, model 4 MB
+        train_quietly(config, tmp_path / "log")
+
+    config = resumable(tmp_path / "run")
+    assert in_a_child(limited) == 0
+    log = (tmp_path / "log").read_text()
+    assert log.count("could not be written") == 4 and "File too large" in log
+    assert list((tmp_path / "run/checkpoints").iterdir()) == []
+    assert [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [0, 1, 2, 3]
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "broken, where, tensor",
+    [
+        ("loss", "loss of microbatch 0", "advantages"),
+        ("gradient", "gradient of optimiser step 2", "layers.1.down_proj.weight"),
+        ("weight", "weight after optimiser step 2", "layers.0.qkv_proj.weight"),
+        ("rollout", "rollout", "layers.0.o_proj.weight"),
+    ],
+)
+def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
+    broken, where, tensor, whole, tmp_path, monkeypatch
+):
+    config = resumable(tmp_path / "run", evaluation__interval=0)
+    steps, annotate, sample, step = [0], loop.annotate, loop.sample, Optimizer.step
+
+    def break_batch(run, reference, mini_batch):
+        steps[0] += 1
+        if broken == "loss" and steps[0] == 3:
+            mini_batch.microbatches[0].advantages[-1] = torch.nan
+        return annotate(run, reference, mini_batch)
+
+    def break_rollout(run, problems, step):
+        if broken == "rollout" and step == 1:
+            run.policy.layers[0].o_proj.weight.data[0, 0] = torch.nan
+            run.policy.requantize_()
+        return sample(run, problems, step)
+
+    def break_update(self):
+        if broken == "gradient" and self.update == 2:
+            self.parameters["layers.1.down_proj.weight"].grad[3, 4] = torch.inf
+        if broken == "weight" and self.update == 2:
+            weight = self.parameters["layers.0.qkv_proj.weight"]
+            monkeypatch.setattr(self.adamw, "step", lambda: weight.data[0, 0].fill_(-torch.inf))
+        return step(self)
+
+    monkeypatch.setattr(loop, "annotate", break_batch)
+    monkeypatch.setattr(loop, "sample", break_rollout)
+    monkeypatch.setattr(Optimizer, "step", break_update)
+    with pytest.raises(ValueError, match=f"step 1.*{where}.*{tensor}.*failure.*--resume") as error:
+        run(config)
+    assert "\n" not in str(error.value)
+    diagnosis = json.loads((tmp_path / "run/failure/diagnosis.json").read_text())
+    assert diagnosis["step"] == 1 and len(diagnosis["prompts"]) == 4
+    assert [(item["name"], item["num_nan"] + item["num_inf"]) for item in diagnosis["broken"]][0][0] == tensor
+    assert (tmp_path / "run/failure/batch.safetensors").exists() == (broken != "rollout")
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_000001"]
+    monkeypatch.undo()
+    run(config, resume=True)
+    assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 4
