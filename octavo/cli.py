@@ -75,22 +75,24 @@ def train(
 def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
-    output: Annotated[Path | None, typer.Option(help="Write every completion here, a JSON object a line.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write every completion here, a JSON object a line; after a stop the same command goes on."),
+    ] = None,
 ) -> None:
     """Measure a model on the task's held-out problems, under the config's precision flow."""
     from octavo.trainer.config import TrainConfig
     from octavo.trainer.config_file import load_config
-    from octavo.trainer.evaluation import evaluate_with_samples
+    from octavo.trainer.evaluation import evaluate as measure
+    from octavo.trainer.evaluation import evaluate_to_file
     from octavo.trainer.metrics import Display
     from octavo.trainer.run import load_run
 
     settings = load_config(TrainConfig, config, overrides or [])
     if output is not None:
         check_output(output)
-    metrics, samples = evaluate_with_samples(load_run(settings, Display()))
-    if output is not None:
-        write_lines(output, samples)
-    print(json.dumps(metrics))
+    run = load_run(settings, Display())
+    print(json.dumps(measure(run) if output is None else evaluate_to_file(run, output)))
 
 
 @app.command()
@@ -140,20 +142,6 @@ def check_output(path: Path) -> None:
         raise ValueError(f"--output {path} lies in a folder that does not exist. Make it, or give another file")
     if path.is_symlink() or path.exists() and not path.is_file():
         raise ValueError(f"--output {path} is a link, folder or device, and would be replaced. Give a plain file")
-
-
-def write_lines(path: Path, rows: list[dict]) -> None:
-    """Write JSON lines, whole or not at all.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ValueError(f"--output {path} cannot be written: {error.strerror}") from error
 
 
 @app.callback(invoke_without_command=True)

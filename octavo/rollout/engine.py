@@ -89,6 +89,7 @@ class Engine:
         max_completion_tokens: int,
         group_size: int = 1,
         seed: int = 0,
+        first_index: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
         """Sample `group_size` completions of each prompt.
@@ -102,6 +103,7 @@ class Engine:
             max_completion_tokens: completions are cut off at this length.
             group_size: G.
             seed: of the random numbers.
+            first_index: index of the first prompt, when these are a part of more prompts.
             progress: called after every step with the number of completions that finished in it; may raise.
 
         Returns:
@@ -114,6 +116,8 @@ class Engine:
         for name, value in (("max_completion_tokens", max_completion_tokens), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
+        if group_size > MAX_GROUP_SIZE:
+            raise ValueError(f"group_size is at most {MAX_GROUP_SIZE}; got {group_size}. Ask for fewer completions")
         queue = Scheduler(
             num_pages=self.cache.num_pages,
             page_size=self.cache.page_size,
@@ -122,7 +126,7 @@ class Engine:
         )
         sequences = [
             [scheduler.Sequence(p * MAX_GROUP_SIZE + g, group, max_completion_tokens) for g in range(group_size)]
-            for p, group in enumerate(self._groups(prompts, max_completion_tokens))
+            for p, group in enumerate(self._groups(prompts, max_completion_tokens), start=first_index)
         ]
         for group in sequences:
             for sequence in group:

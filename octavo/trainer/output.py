@@ -43,6 +43,22 @@ class JsonLines:
         self._waiting += [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         self._write()
 
+    def replace(self, rows: list[dict[str, Any]]) -> None:
+        """Make these the file's only lines, whole or not at all.
+
+        Raises:
+            OSError: the disk refuses; the file is as it was.
+        """
+        other = JsonLines(self.path.with_name(self.path.name + ".new"))
+        try:
+            other.path.write_bytes(b"")
+            other.extend(rows)
+            other.flush()
+            other.path.replace(self.path)
+        except OSError:
+            other.path.unlink(missing_ok=True)
+            raise
+
     def flush(self) -> int:
         """Put every line on disk.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from octavo.trainer.metrics import StepClock
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress
-from octavo.trainer.run import Run
+from octavo.trainer.run import Run, problems_fingerprint
 
 FREE_TO_CHANGE = ("output_dir", "overwrite", "checkpoint")
 """Keys and sections that change no number of a run, so a resume may have others without asking."""
@@ -166,7 +165,7 @@ class Session:
     def _fingerprints(self) -> dict[str, str]:
         """Of what the checkpoint does not hold and the run depends on."""
         reference = None if self.reference is None else state_of.weights_fingerprint(self.reference)
-        return {"problems": _problems_fingerprint(self.run), "reference weights": reference or "none"}
+        return {"problems": problems_fingerprint(self.run), "reference weights": reference or "none"}
 
 
 def _refuse(changes: list[str], path: Path, allow_changes: bool) -> None:
@@ -175,13 +174,3 @@ def _refuse(changes: list[str], path: Path, allow_changes: bool) -> None:
             f"the run that left {path} differs from this one in {'; '.join(changes)}. Give what it had, or "
             f"--allow-changes to go on with the new"
         )
-
-
-def _problems_fingerprint(run: Run) -> str:
-    """Hash of every prompt's tokens and every answer, in order."""
-    digest = hashlib.sha256()
-    for problems in (run.train_problems, run.test_problems):
-        digest.update(f"{len(problems)} problems\n".encode())
-        for encoded in problems:
-            digest.update(f"{encoded.problem.id} {encoded.prompt} {encoded.problem.answer!r}\n".encode())
-    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -163,6 +164,16 @@ def load_reference(config: TrainConfig) -> Decoder | None:
         device=config.device,
     )
     return reference.requires_grad_(False)
+
+
+def problems_fingerprint(run: Run) -> str:
+    """Hash of every prompt's tokens and every answer, in order."""
+    digest = hashlib.sha256()
+    for problems in (run.train_problems, run.test_problems):
+        digest.update(f"{len(problems)} problems\n".encode())
+        for encoded in problems:
+            digest.update(f"{encoded.problem.id} {encoded.prompt} {encoded.problem.answer!r}\n".encode())
+    return digest.hexdigest()
 
 
 def load_tokenizer(path: str) -> Any:

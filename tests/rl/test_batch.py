@@ -55,6 +55,7 @@ def test_a_small_batch_worked_out_by_hand():
     assert first.cu_seqlens.tolist() == [0, 5, 8]
     assert first.sequence_index.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
     assert first.loss_mask.tolist() == [False, False, True, True, True, False, False, True]
+    assert first.completion_positions.tolist() == [-2, -1, 0, 1, 2, -2, -1, 0]
     assert first.advantages.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, -1.0]
     assert torch.equal(first.rollout_logprobs, torch.tensor([0.0, 0.0, -0.1, -0.2, -0.3, 0.0, 0.0, -0.4]))
     assert second.tokens.tolist() == [12, 5, 6, 12, 7, 8]

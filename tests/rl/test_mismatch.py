@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.rl.losses import ClipConfig
-from octavo.rl.mismatch import amplification, mismatch_metrics, overclip_metrics, tis_weights
+from octavo.rl.mismatch import amplification, mismatch_by_position, mismatch_metrics, overclip_metrics, tis_weights
 
 
 def logs(*values):
@@ -160,3 +160,17 @@ def test_amplification_without_noise_or_numbers():
     assert amplification(values, values, values, other, torch.ones(2))["noise/amplification"] == math.inf
     broken = amplification(values * math.nan, values, values, values, torch.ones(2))
     assert all(math.isnan(value) for value in broken.values())
+
+
+def test_mismatch_by_position_by_hand():
+    positions = torch.tensor([0, 1, 2, 3, 6, 7, 0, 40])
+    diff = torch.tensor([0.5, 1.0, -3.0, 0.0, 0.25, 2.0, 0.0, 0.125])
+    metrics = mismatch_by_position(diff, torch.zeros(8), positions)
+    # buckets 0, 1-2, 3-6, 7-14, 15-30, 31-62
+    assert metrics["mismatch/max_abs_by_position"] == [0.5, 3.0, 0.25, 2.0, None, 0.125]
+    assert metrics["mismatch/mean_abs_by_position"] == [0.25, 2.0, 0.125, 2.0, None, 0.125]
+
+
+def test_mismatch_by_position_of_no_tokens_is_empty():
+    empty = torch.zeros(0)
+    assert mismatch_by_position(empty, empty, empty.long())["mismatch/max_abs_by_position"] == []

@@ -18,7 +18,7 @@ from octavo.trainer import loop
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict, to_dict
 from octavo.trainer.divergence import StepRecord
-from octavo.trainer.evaluation import evaluate_with_samples
+from octavo.trainer.evaluation import evaluate, evaluation_problems, sample_problems
 from octavo.trainer.metrics import Display
 from octavo.trainer.progress import Progress
 from octavo.trainer.run import load_reference, load_run, make_optimizer
@@ -182,11 +182,12 @@ def test_problems_of_a_step_cover_an_epoch_once_and_depend_on_the_seed(tmp_path)
 
 def test_evaluation_counts_what_it_sampled(tmp_path):
     run = load_run(tiny_config(tmp_path / "run", evaluation__completions_per_problem=2), Display())
-    metrics, samples = evaluate_with_samples(run)
+    samples = sample_problems(run, evaluation_problems(run))
+    metrics = evaluate(run)
     assert len(samples) == 32 and metrics["eval/num_problems"] == 16
     right = [re.findall(r"\d+", sample["completion"])[-1:] == [sample["answer"]] for sample in samples]
     assert metrics["eval/accuracy"] == sum(right) / 32 and 0 < sum(right) < 32
-    assert evaluate_with_samples(run)[0] == metrics
+    assert evaluate(run) == metrics
 
 
 def test_step_without_shadow_reports_no_overclipping(tmp_path):

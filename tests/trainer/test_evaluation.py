@@ -1,0 +1,90 @@
+"""An evaluation that is interrupted goes on where it was, and ends with the bytes of one that was not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from training_runs import tiny_config
+
+from octavo.rollout.engine import Engine
+from octavo.trainer.evaluation import accuracy_metrics, evaluate, evaluate_to_file
+from octavo.trainer.interrupt import StopRequested
+from octavo.trainer.metrics import Display
+from octavo.trainer.run import load_run
+
+
+def loaded(tmp_path, **changes):
+    config = tiny_config(
+        tmp_path / "run",
+        evaluation={"num_problems": 10, "completions_per_problem": 2},
+        rollout__engine={"page_size": 4, "kv_cache_tokens": 2048, "max_sequences": 5},
+        **changes,
+    )
+    return load_run(config, Display(Console(quiet=True)))
+
+
+@pytest.fixture
+def whole(tmp_path):
+    run = loaded(tmp_path)
+    metrics = evaluate_to_file(run, tmp_path / "whole.jsonl")
+    assert metrics == evaluate(run)
+    return (tmp_path / "whole.jsonl").read_bytes(), metrics
+
+
+def stop_at(monkeypatch, part, error=KeyboardInterrupt):
+    generate, left = Engine.generate, [part]
+
+    def stopping(*arguments, **keywords):
+        left[0] -= 1
+        if left[0] == 0:
+            raise error
+        return generate(*arguments, **keywords)
+
+    monkeypatch.setattr(Engine, "generate", stopping)
+
+
+def test_the_parts_of_an_interrupted_evaluation_make_the_whole(whole, tmp_path, monkeypatch):
+    run = loaded(tmp_path)
+    path = tmp_path / "parts.jsonl"
+    for part in (3, 2):
+        with monkeypatch.context() as patch:
+            stop_at(patch, part)
+            with pytest.raises(KeyboardInterrupt):
+                evaluate_to_file(run, path)
+        assert not path.exists()
+    partial = tmp_path / "parts.jsonl.partial"
+    assert len(partial.read_text().splitlines()) == 1 + 3 * 4
+    partial.write_bytes(partial.read_bytes()[:-30])  # as a kill may leave it
+    assert evaluate_to_file(run, path) == whole[1]
+    assert path.read_bytes() == whole[0] and not partial.exists()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 20 and accuracy_metrics(run, rows) == whole[1]
+
+
+@pytest.mark.parametrize("change", ["seed", "weights", "damaged"])
+def test_a_partial_file_of_another_evaluation_is_refused(change, tmp_path, monkeypatch):
+    run = loaded(tmp_path)
+    path = tmp_path / "parts.jsonl"
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_to_file(run, path)
+    partial = tmp_path / "parts.jsonl.partial"
+    if change == "seed":
+        run = replace(run, config=replace(run.config, seed=1))
+    elif change == "weights":
+        run.policy.norm.weight.data[0] += 1e-3
+    else:
+        partial.write_text("three years of work\n")
+    before = partial.read_bytes()
+    with pytest.raises(ValueError, match=f"left by another evaluation .({change}|it is none of ours)"):
+        evaluate_to_file(run, path)
+    assert partial.read_bytes() == before
+
+
+def test_an_evaluation_can_be_asked_to_stop(tmp_path):
+    run = loaded(tmp_path)
+    run.interrupts.requested = 2
+    with pytest.raises(StopRequested):
+        evaluate(run)
