@@ -67,6 +67,10 @@ def load_decoder(
                 f"{folder}: {name} is {tensor.dtype} {tuple(tensor.shape)}; the config wants a BF16, FP16 or FP32 "
                 f"tensor {tuple(target.shape)}"
             )
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"{folder}: {name} has values that are not finite; the file is damaged or training diverged"
+            )
         with torch.no_grad():
             target.copy_(tensor)
     if missing:

@@ -116,8 +116,7 @@ class Engine:
         for name, value in (("max_completion_tokens", max_completion_tokens), ("group_size", group_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
-        if group_size > MAX_GROUP_SIZE:
-            raise ValueError(f"group_size is at most {MAX_GROUP_SIZE}; got {group_size}. Ask for fewer completions")
+        check_group_size("group_size", group_size)
         queue = Scheduler(
             num_pages=self.cache.num_pages,
             page_size=self.cache.page_size,
@@ -181,6 +180,12 @@ class Engine:
         keys = [(seed, sequence.sequence_id, len(sequence.tokens)) for sequence in batch]
         tokens, logprobs = sample(logits, keys, sampling)
         return tokens.tolist(), logprobs.tolist()
+
+
+def check_group_size(name: str, size: int) -> None:
+    """Refuse more completions of a prompt than there are random numbers for; ValueError names the key."""
+    if size > MAX_GROUP_SIZE:
+        raise ValueError(f"{name} is at most {MAX_GROUP_SIZE}; got {size}. Ask for fewer completions")
 
 
 def _completion(sequence: scheduler.Sequence) -> Completion:

@@ -9,7 +9,7 @@ from octavo.numerics.recipe import Recipe, RecipeName, StorageFormat, get_recipe
 from octavo.rl.advantages import GRPOConfig
 from octavo.rl.calibration import CalibrationConfig
 from octavo.rl.losses import ClipBounds, ClipConfig, KLConfig, Reduction
-from octavo.rollout.engine import EngineConfig
+from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
 from octavo.tasks.arithmetic import ArithmeticConfig
 from octavo.tasks.gsm8k import GSM8KConfig
@@ -81,6 +81,7 @@ class RolloutConfig:
         for name in ("prompts_per_step", "group_size", "max_prompt_tokens", "max_completion_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        check_group_size("group_size", self.group_size)
         if self.sampling.temperature == 0.0:
             raise ValueError("sampling.temperature=0 is greedy: a group holds one answer. Use a value above 0, as 1.0")
         neutral = SamplingConfig(temperature=self.sampling.temperature)
@@ -130,6 +131,7 @@ class EvaluationConfig:
         for name, least in (("interval", 0), ("num_problems", 0), ("completions_per_problem", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
+        check_group_size("completions_per_problem", self.completions_per_problem)
 
 
 @dataclass(frozen=True, kw_only=True)
