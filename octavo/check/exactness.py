@@ -27,10 +27,10 @@ from octavo.trainer.policy import packed_logprobs
 
 VOCABULARY = 97
 TEMPERATURE = 0.8
-ENGINE = EngineConfig(page_size=4, kv_cache_tokens=128, max_prefill_tokens=60)
+ENGINE = EngineConfig(page_size=4, kv_cache_tokens=144, max_prefill_tokens=60)
 PROMPT_TOKENS = (3, 30, 68)
 """Lengths; attention adds its keys in blocks of 64, so one prompt reaches into a second block."""
-COMPLETION_TOKENS = 12
+COMPLETION_TOKENS = 10
 GROUP_SIZE = 2
 
 Damage = Callable[[KVCache, Tensor], None]

@@ -5,6 +5,7 @@ import pytest
 from octavo.check import exactness as module
 from octavo.check.exactness import control, exactness, exactness_rows, invariant_recipes
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
+from octavo.rollout.engine import Engine
 
 BLOCK128 = get_recipe("block128")
 
@@ -18,8 +19,15 @@ def test_every_invariant_recipe_is_tried_with_both_caches():
 
 def test_rollout_equals_training_here():
     error, detail = exactness(BLOCK128, "cpu")
-    assert error == "" and "144 tokens" in detail
+    assert error == "" and "120 tokens" in detail
     assert control("cpu")[0] == ""
+
+
+def test_its_sequences_are_preempted(monkeypatch):
+    engines = []
+    monkeypatch.setattr(module, "Engine", lambda *arguments: engines.append(Engine(*arguments)) or engines[-1])
+    module.sample(module.random_decoder(BLOCK128, "cpu"))
+    assert engines[0].num_preemptions > 0
 
 
 def rows(monkeypatch):
@@ -36,7 +44,7 @@ def test_other_numerics_in_training_fail(monkeypatch):
     plain = module.packed_logprobs
     monkeypatch.setattr(module, "packed_logprobs", lambda decoder, batch, t: plain(decoder, batch, t * 1.0001))
     row = rows(monkeypatch)["block128, KV fp8"]
-    assert row.status == "FAIL" and "of 72 log-probabilities differ before an update" in row.detail
+    assert row.status == "FAIL" and "of 60 log-probabilities differ before an update" in row.detail
     assert "require_exact" in row.next_step
 
 
@@ -54,7 +62,7 @@ def test_damage_that_goes_unseen_fails_the_control(name, monkeypatch):
 
 
 def test_a_check_that_compares_nothing_fails_the_control(monkeypatch):
-    monkeypatch.setattr(module, "differing", lambda decoder, completions: (0, 72))
+    monkeypatch.setattr(module, "differing", lambda decoder, completions: (0, 60))
     assert rows(monkeypatch)["damage is seen"].status == "FAIL"
 
 
