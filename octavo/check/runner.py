@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.check.exactness import exactness_rows
+from octavo.check.exact_rollout import exactness_rows
 from octavo.check.machine import environment_rows, machine_rows, package_rows
 from octavo.check.numerics import number_rows
 from octavo.check.rows import Row

@@ -2,8 +2,8 @@
 
 import pytest
 
-from octavo.check import exactness as module
-from octavo.check.exactness import control, exactness, exactness_rows, invariant_recipes
+from octavo.check import exact_rollout as module
+from octavo.check.exact_rollout import control, exactness, exactness_rows, invariant_recipes
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 from octavo.rollout.engine import Engine
 
