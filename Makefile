@@ -15,7 +15,7 @@ TORCH_WANTED := $(VENV)/octavo-torch-wanted
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu check format bench clean FORCE
+.PHONY: help setup demo test test-gpu check format docs bench clean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,10 @@ check: $(SETUP_DONE) ## Lint, formatting, types
 format: $(SETUP_DONE) ## Sort imports and format every file
 	$(VENV_PYTHON) -m ruff check --fix --select I .
 	$(VENV_PYTHON) -m ruff format .
+
+docs: $(SETUP_DONE) ## Write docs/config.md from the code
+	$(VENV_PYTHON) -m octavo.trainer.config_reference > docs/config.md.partial
+	@mv docs/config.md.partial docs/config.md
 
 bench: ## Run every benchmarks/*.py with PYTHON itself (python3); files named _*.py are helpers
 	@test -n "$(BENCHMARKS)" || echo "bench: no benchmarks/*.py to run"

@@ -7,7 +7,20 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 
-FLOORS = ("numerics", "kernels", "layers", "models", "rollout", "tasks", "rl", "trainer", "plugins", "cli")  # upwards
+FLOORS = (
+    "numerics",
+    "kernels",
+    "layers",
+    "models",
+    "rollout",
+    "tasks",
+    "rl",
+    "trainer",
+    "report",
+    "check",
+    "plugins",
+    "cli",
+)  # upwards
 OPTIONAL_PACKAGES = {"datasets", "vllm", "verl", "ray", "triton", "torchao"}
 MAX_LINES = 400
 

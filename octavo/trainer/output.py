@@ -158,7 +158,7 @@ class RunFolder:
         """
         if not replace:
             self.check(config)
-        self._check_room(config, num_parameters, model_bytes)
+        self.check_room(config, num_parameters, model_bytes)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
@@ -210,17 +210,28 @@ class RunFolder:
                 f"{self.path} is in use by another octavo process. Wait for it, or give another output_dir"
             ) from error
 
-    def _check_room(self, config: TrainConfig, num_parameters: int, model_bytes: int) -> None:
-        """Room for the model and the checkpoints, one more than are kept, as the new one comes before the old goes."""
-        kept = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
-        needed = model_bytes + kept * MASTER_AND_MOMENTS_BYTES * num_parameters
+    def check_room(self, config: TrainConfig, num_parameters: int, model_bytes: int) -> str:
+        """Refuse a disk that cannot hold the model and the checkpoints, one more than are kept: the new comes first.
+
+        Returns:
+            What is needed and what is free, for the user.
+
+        Raises:
+            ValueError: as said; with the arithmetic.
+        """
+        checkpoint_bytes = MASTER_AND_MOMENTS_BYTES * num_parameters
+        num_checkpoints = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
+        needed = model_bytes + num_checkpoints * checkpoint_bytes
         old = [file for name in OWN_FOLDERS for file in (self.path / name).rglob("*") if file.is_file()]
         folder = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
         free = shutil.disk_usage(folder).free + sum(file.stat().st_size for file in old)
+        sizes = (
+            f"{free / 1e6:.0f} MB free; the trained model takes {model_bytes / 1e6:.0f} MB and each of "
+            f"{num_checkpoints} checkpoints {checkpoint_bytes / 1e6:.0f} MB"
+        )
         if free < 1.05 * needed:
             raise ValueError(
-                f"output_dir={str(self.path)!r} has {free / 1e6:.0f} MB free; the trained model takes "
-                f"{model_bytes / 1e6:.0f} MB and each of {kept} checkpoints "
-                f"{MASTER_AND_MOMENTS_BYTES * num_parameters / 1e6:.0f} MB (checkpoint.keep_last="
-                f"{config.checkpoint.keep_last} and keep_best). Make room, keep fewer, or give another"
+                f"output_dir={str(self.path)!r} has {sizes} (checkpoint.keep_last={config.checkpoint.keep_last}, one "
+                f"for the new, one for the best). Make room, keep fewer, or give another"
             )
+        return sizes

@@ -1,0 +1,1 @@
+"""`octavo check`: what this machine and this configuration can do, before any work."""

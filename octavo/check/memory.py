@@ -1,0 +1,83 @@
+"""What a run holds in memory from its first step to its last, in bytes, by arithmetic on the model's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from octavo.models.config import DecoderConfig
+from octavo.numerics.recipe import Recipe
+from octavo.trainer.config import TrainConfig
+
+OPERAND_BYTES = 8
+"""The reference multiplies weights in float64 and keeps them ready from one optimiser step to the next."""
+FORMAT_BYTES = {"fp8": 1, "bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of everything whose size does not depend on the batch. Activations, logits and sampling come on top."""
+
+    num_parameters: int
+    """Of the policy, tied weights once."""
+    model_bytes: int
+    """model/ as written at the end."""
+    parts: dict[str, int]
+    """What for -> bytes."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+def estimate_memory(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> MemoryEstimate:
+    """The estimate for one policy, its optimiser, its KV cache and, under a KL penalty, its reference."""
+    high = FORMAT_BYTES[recipe.high_precision]
+    vocabulary = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    linear = quantized = 0
+    for path, rows, columns in linears(shape):
+        linear += rows * columns
+        quantized += rows * columns if recipe.quantizes and not recipe.keeps_bf16(path) else 0
+    num_parameters = linear + vocabulary + _vectors(shape)
+    quantized_copies = 1 if recipe.dgrad.right == recipe.fprop.right else 2
+    forward = quantized * quantized_copies + (linear - quantized + vocabulary) * high
+    operands = OPERAND_BYTES * (linear + shape.vocab_size * shape.hidden_size)  # the head is one, the embedding is not
+    backward = FORMAT_BYTES["fp32"] * quantized
+    parts = {
+        "FP32 masters": 4 * num_parameters,
+        "gradients": 4 * num_parameters,
+        "AdamW": 8 * num_parameters,
+        f"{recipe.name} bytes": forward,
+        "operands": operands + backward,
+        "KV cache": kv_cache_bytes(config, shape, recipe),
+    }
+    if config.algorithm.kl.coefficient > 0.0:
+        parts["reference model"] = 4 * num_parameters + forward + operands
+    return MemoryEstimate(num_parameters=num_parameters, model_bytes=num_parameters * high, parts=parts)
+
+
+def kv_cache_bytes(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> int:
+    """Keys and values of every slot, and the scales of an FP8 cache."""
+    engine = config.rollout.engine
+    slots = engine.kv_cache_tokens // engine.page_size * engine.page_size
+    per_head = shape.head_dim * FORMAT_BYTES[recipe.kv_cache] + (4 if recipe.kv_cache == "fp8" else 0)
+    return 2 * shape.num_layers * slots * shape.num_kv_heads * per_head
+
+
+def linears(shape: DecoderConfig) -> Iterator[tuple[str, int, int]]:
+    """Name, output width and input width of every projection."""
+    D, F = shape.hidden_size, shape.intermediate_size
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    for index in range(shape.num_layers):
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        yield from ((f"{attention}.q_proj", query, D), (f"{attention}.o_proj", D, query))
+        yield from ((f"{attention}.{name}_proj", key, D) for name in "kv")
+        yield from ((f"{mlp}.gate_proj", F, D), (f"{mlp}.up_proj", F, D), (f"{mlp}.down_proj", D, F))
+
+
+def _vectors(shape: DecoderConfig) -> int:
+    """Parameters of norms and biases."""
+    biases = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim if shape.qkv_bias else 0
+    head_norms = 2 * shape.head_dim if shape.qk_norm else 0
+    return shape.num_layers * (2 * shape.hidden_size + biases + head_norms) + shape.hidden_size

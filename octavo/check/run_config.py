@@ -1,0 +1,205 @@
+"""One configuration against this machine: does it load, is everything there, does it fit. Reads no weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig
+
+from octavo.check.machine import memory_bytes
+from octavo.check.memory import MemoryEstimate, estimate_memory
+from octavo.check.rows import Row, Status, one_line, size_text
+from octavo.models.config import DecoderConfig, read_config
+from octavo.models.decoder import Decoder
+from octavo.numerics.recipe import Recipe
+from octavo.tasks.problem import Task
+from octavo.tasks.prompts import encode_prompt, stop_token_ids
+from octavo.trainer.config import TrainConfig
+from octavo.trainer.config_file import load_config
+from octavo.trainer.output import RunFolder
+from octavo.trainer.run import check_device, load_generation_config, load_tokenizer
+
+PROMPTS_TRIED = 200
+"""Prompts of each split that are tokenised, evenly spread."""
+
+
+def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
+    """Everything that `octavo train` would stop at before its first step."""
+    try:
+        config = load_config(TrainConfig, path, overrides)
+    except ValueError as error:
+        yield _fail("configuration", error, "correct the key that is named")
+        return
+    yield _row("configuration", "OK", f"{path} loads; {config.trainer.num_steps} steps into {config.output_dir}")
+    recipe = config.precision.expand()
+    yield from flow_rows(config, recipe)
+    device_works = True
+    try:
+        check_device(config.device)
+        yield _row("device", "OK", config.device)
+    except ValueError as error:
+        device_works = False
+        yield _fail("device", error, "set device=cpu, or another that the error leaves")
+    estimate = tokenizer = None
+    try:
+        shape, hf_config = read_config(config.model.path)
+        estimate = estimate_memory(config, shape, recipe)
+        yield weights_row(config.model.path, shape, estimate.num_parameters)
+        check_modules(config, shape, hf_config, recipe)
+        tokenizer = load_tokenizer(config.model.path)
+        yield tokenizer_row(config, tokenizer, hf_config)
+    except ValueError as error:
+        yield _fail("model", error, "correct model.path or the key that is named")
+    yield from task_rows(config, tokenizer)
+    yield output_row(config)
+    if estimate is not None:
+        yield disk_row(config, estimate)
+        if device_works:
+            yield memory_row(config, estimate)
+
+
+def flow_rows(config: TrainConfig, recipe: Recipe) -> Iterator[Row]:
+    """The precision flow in one line, and whether it can be exact."""
+    kept = f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}" if recipe.quantizes else "nothing is FP8"
+    detail = f"{recipe.name}, KV {recipe.kv_cache}, saved activations {recipe.saved_activations}; {kept}"
+    if recipe.batch_invariant:
+        yield _row("precision flow", "OK", f"{detail}; exact")
+    else:
+        step = "take precision.recipe=block128, or tensorwise_static for one scale per tensor"
+        yield _row("precision flow", "WARN", f"{detail}; not exact: its activation scales depend on the batch", step)
+
+
+def check_modules(config: TrainConfig, shape: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe) -> None:
+    """Build a decoder with the model's names and hardly any width: its checks of names, rope and lengths are real.
+
+    Raises:
+        ValueError: of those checks.
+    """
+    thin = replace(
+        shape, vocab_size=2, hidden_size=2, intermediate_size=2, num_heads=1, num_kv_heads=1, head_dim=shape.head_dim
+    )
+    Decoder(thin, hf_config, recipe, max_tokens=config.max_tokens)
+
+
+def weights_row(path: str, shape: DecoderConfig, num_parameters: int) -> Row:
+    """The headers of the weight files; their contents are not read."""
+    about = f"{shape.family}, {num_parameters / 1e6:.1f} M parameters"
+    folder = Path(path)
+    if not folder.is_dir():
+        return _row("model", "OK", f"{about}, from the hub; its weights are fetched when training starts")
+    files = sorted(folder.glob("*.safetensors"))
+    step = "fetch the folder again, or convert its weights to safetensors"
+    found = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as reader:
+                found += sum(math.prod(reader.get_slice(name).get_shape()) for name in reader.keys())
+        except (SafetensorError, OSError) as error:
+            return _row("model", "FAIL", f"{file} cannot be read: {one_line(error)}", step)
+    if found < num_parameters:
+        return _row("model", "FAIL", f"{about}, of which {folder}/*.safetensors hold {found / 1e6:.1f} M", step)
+    return _row("model", "OK", f"{about} in {size_text(sum(file.stat().st_size for file in files))} of safetensors")
+
+
+def tokenizer_row(config: TrainConfig, tokenizer: Any, hf_config: PretrainedConfig) -> Row:
+    """The chat template and the tokens that end a completion.
+
+    Raises:
+        ValueError: no token does.
+    """
+    stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), hf_config)
+    template = "has a chat template" if tokenizer.chat_template else "has no chat template"
+    tokens = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in stops)
+    return _row("tokenizer", "OK", f"{template}; completions stop at {tokens}")
+
+
+def task_rows(config: TrainConfig, tokenizer: Any) -> Iterator[Row]:
+    """The task's problems, and whether their prompts fit."""
+    try:
+        task = config.task.build()
+    except ValueError as error:
+        yield _fail("task", error, "correct the task section")
+        return
+    counts = f"{task.name} from {task.source}: {len(task.train)} training, {len(task.test)} test problems"
+    yield _row("task", "OK", counts)
+    if tokenizer is not None:
+        yield prompts_row(config, task, tokenizer)
+
+
+def prompts_row(config: TrainConfig, task: Task, tokenizer: Any) -> Row:
+    """Some prompts of each split against rollout.max_prompt_tokens."""
+    lengths = []
+    for problems in (task.train, task.test):
+        for problem in problems[:: max(1, len(problems) // PROMPTS_TRIED)]:
+            text, template = task.prompt_text(problem), config.model.chat_template
+            try:
+                lengths.append(len(encode_prompt(tokenizer, text, task.system_prompt, template)))
+            except ValueError as error:
+                return _fail("prompts", error, "set model.chat_template=auto, or drop the problem")
+    limit = config.rollout.max_prompt_tokens
+    num_long = sum(length > limit for length in lengths)
+    detail = f"of {len(lengths)} tried, the longest has {max(lengths)} tokens; rollout.max_prompt_tokens={limit}"
+    if num_long == 0:
+        return _row("prompts", "OK", detail)
+    step = f"set rollout.max_prompt_tokens={max(lengths)}; longer prompts are left out"
+    return _row("prompts", "FAIL" if num_long == len(lengths) else "WARN", f"{num_long} are too long: {detail}", step)
+
+
+def output_row(config: TrainConfig) -> Row:
+    """Whether output_dir is free and can be written."""
+    with RunFolder(config.output_dir) as folder:
+        try:
+            folder.check(config)
+        except ValueError as error:
+            return _fail("output_dir", error, "give another output_dir, overwrite=true, or train with --resume")
+        present = _nearest_folder(folder.path)
+        if not present.is_dir() or not os.access(present, os.W_OK):
+            return _row("output_dir", "FAIL", f"{present} cannot be written", "give an output_dir that can be made")
+        state = "its run is replaced" if folder.holds_run else "free"
+        return _row("output_dir", "OK", f"{folder.path}: {state}")
+
+
+def disk_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
+    """Room for the checkpoints and the trained model."""
+    try:
+        sizes = RunFolder(config.output_dir).check_room(config, estimate.num_parameters, estimate.model_bytes)
+    except ValueError as error:
+        return _fail("disk", error, "make room, lower checkpoint.keep_last, or give an output_dir on another disk")
+    return _row("disk", "OK", sizes)
+
+
+def memory_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
+    """What the run holds at all times, against what is free on its device."""
+    device = torch.device(config.device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes()[0]
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in estimate.parts.items())
+    detail = f"{size_text(estimate.total_bytes)} and activations, of {size_text(free)} free ({parts})"
+    step = "take a smaller model or another device, or lower rollout.engine.kv_cache_tokens"
+    if estimate.total_bytes > free:
+        return _row("memory for the run", "FAIL", detail, step)
+    if estimate.total_bytes > 0.8 * free:
+        return _row("memory for the run", "WARN", detail, f"{step}: activations have little room")
+    return _row("memory for the run", "OK", detail)
+
+
+def _nearest_folder(path: Path) -> Path:
+    """The path itself or the nearest part of it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _fail(name: str, error: ValueError, next_step: str) -> Row:
+    return _row(name, "FAIL", one_line(error), next_step)
+
+
+def _row(name: str, status: Status, detail: str, next_step: str = "") -> Row:
+    return Row(group="config", name=name, status=status, detail=detail, next_step=next_step)

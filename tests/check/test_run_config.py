@@ -1,0 +1,119 @@
+"""A config against this machine, and `octavo check` as a command."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import cli
+from octavo.check import run_config, runner
+from octavo.check.rows import Row
+from octavo.check.run_config import config_rows
+
+REPO = Path(__file__).resolve().parents[2]
+TINY_MODEL = REPO / "examples/tiny/model"
+DEMO = REPO / "examples/demo.yaml"
+
+
+def check(tmp_path, *overrides):
+    """Rows of the demo's config by name; the run would go to tmp_path / run."""
+    changes = [f"output_dir={tmp_path / 'run'}", f"model.path={TINY_MODEL}", *overrides]
+    return {row.name: row for row in config_rows(DEMO, changes)}
+
+
+def test_the_demo_can_run(tmp_path):
+    rows = check(tmp_path)
+    assert {row.status for row in rows.values()} == {"OK"}
+    assert {"configuration", "precision flow", "device", "model", "tokenizer", "task"} < rows.keys()
+    assert "1.8 M parameters in 3.6 MB" in rows["model"].detail and "<eos> (0)" in rows["tokenizer"].detail
+    assert "4096 training, 512 test" in rows["task"].detail and "longest has 14 tokens" in rows["prompts"].detail
+    assert "FP32 masters 7.2 MB" in rows["memory for the run"].detail
+    assert not (tmp_path / "run").exists()
+
+
+PROBLEMS = {
+    "unknown key": ("optimizer.lrr=1", "configuration", "FAIL", "Did you mean lr?"),
+    "not exact": ("precision.recipe=tensorwise", "precision flow", "WARN", "block128"),
+    "no such device": ("device=foo", "device", "FAIL", "foo"),
+    "no such model": ("model.path={tmp}/no", "model", "FAIL", "config.json"),
+    "positions": ("rollout.max_completion_tokens=300", "model", "FAIL", "256 positions"),
+    "pattern": ("precision.keep_bf16=[gate]", "model", "FAIL", "names no module"),
+    "half of a fused weight": ("precision.keep_bf16=[q_proj]", "model", "FAIL", "all of them or none"),
+    "no data": ("task={type: gsm8k, path: '{tmp}/data'}", "task", "FAIL", "train.jsonl"),
+    "long prompts": ("rollout.max_prompt_tokens=13", "prompts", "FAIL", "max_prompt_tokens=14"),
+    "not writable": ("output_dir={repo}/README.md/run", "output_dir", "FAIL", "can be made"),
+    "model inside": ("output_dir={repo}/examples/tiny", "output_dir", "FAIL", "another output_dir"),
+    "cache too large": ("rollout.engine.kv_cache_tokens=4000000000", "memory for the run", "FAIL", "kv_cache_tokens"),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_problem_is_a_row_with_the_next_step(problem, tmp_path):
+    override, name, status, text = PROBLEMS[problem]
+    row = check(tmp_path, override.replace("{tmp}", str(tmp_path)).replace("{repo}", str(REPO)))[name]
+    assert row.status == status and row.next_step
+    assert text in f"{row.detail} {row.next_step}"
+
+
+def test_an_earlier_run_and_a_foreign_model_are_seen(tmp_path):
+    (tmp_path / "run/model").mkdir(parents=True)
+    assert "not left by a run" in check(tmp_path, "overwrite=false")["output_dir"].detail
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    assert "earlier run" in check(tmp_path, "overwrite=false")["output_dir"].detail
+    assert check(tmp_path, "overwrite=true")["output_dir"].status == "OK"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_damaged_weights_are_seen_without_reading_them(damage, tmp_path):
+    shutil.copytree(TINY_MODEL, tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:100_000])
+    else:
+        weights.unlink()
+    row = check(tmp_path, f"model.path={tmp_path / 'model'}")["model"]
+    assert row.status == "FAIL" and "safetensors" in row.next_step
+
+
+def test_little_memory_and_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_config, "memory_bytes", lambda: (65 * 10**6, 10**9))
+    assert check(tmp_path)["memory for the run"].status == "WARN"
+    monkeypatch.setattr("octavo.trainer.output.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
+    assert check(tmp_path)["disk"].status == "FAIL"
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["octavo", "check", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return stop.value.code or 0
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The command without its self-tests, which have tests of their own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(runner, "exactness_rows", lambda device: iter(()))
+
+
+@pytest.mark.parametrize("override, code", [("seed=1", 0), ("device=foo", 2)])
+def test_the_exit_code_says_whether_something_fails(override, code, quick, monkeypatch, capsys, tmp_path):
+    arguments = (DEMO, f"model.path={TINY_MODEL}", f"output_dir={tmp_path / 'run'}", override)
+    assert run(monkeypatch, *arguments) == code
+    out = capsys.readouterr().out
+    assert "numbers on cpu" in out and "OK    E4M3 cast" in out and f"{1 if code else 0} FAIL" in out
+    assert ("FAIL  device" in out) == ("-> set device=cpu" in out) == (code == 2)
+
+
+def test_json_holds_the_rows(quick, monkeypatch, capsys):
+    assert run(monkeypatch, "--json") == 0
+    rows = [Row(**row) for row in json.loads(capsys.readouterr().out)]
+    assert {row.group for row in rows} == {"machine", "packages", "environment", "numbers on cpu"}
+
+
+def test_a_row_that_warns_must_say_what_to_do():
+    with pytest.raises(AssertionError, match="without a next step"):
+        Row(group="machine", name="x", status="WARN", detail="odd")
