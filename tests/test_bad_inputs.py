@@ -8,20 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from training_runs import SMALL, TINY_MODEL
 
 from octavo import cli
-
-TINY_MODEL = Path(__file__).resolve().parents[1] / "examples/tiny/model"
-
-SMALL = """
-output_dir: {here}/run
-model: {{path: {model}}}
-task: {{type: arithmetic, num_train: 32, num_test: 32}}
-rollout: {{prompts_per_step: 2, group_size: 2, max_prompt_tokens: 16, max_completion_tokens: 16,
-          engine: {{kv_cache_tokens: 1024}}}}
-trainer: {{num_steps: 1}}
-evaluation: {{interval: 1, num_problems: 8}}
-"""
 
 OVERRIDES = {  # of a config that works: the override, what the line must say
     "unknown key": ("rollout.top_pp=0.9", ["rollout.top_pp", "0.9", "sampling"]),

@@ -5,27 +5,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from training_runs import SMALL, TINY_MODEL
 
 from octavo import cli
 
 REPO = Path(__file__).resolve().parents[1]
-TINY_MODEL = REPO / "examples/tiny/model"
-
-SMALL = """
-output_dir: {folder}/run
-model: {{path: {model}}}
-task: {{type: arithmetic, num_train: 32, num_test: 32}}
-rollout: {{prompts_per_step: 2, group_size: 2, max_prompt_tokens: 16, max_completion_tokens: 16,
-          engine: {{kv_cache_tokens: 1024}}}}
-trainer: {{num_steps: 1}}
-evaluation: {{interval: 1, num_problems: 8}}
-"""
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     file = tmp_path / "small.yaml"
-    file.write_text(SMALL.format(folder=tmp_path, model=TINY_MODEL))
+    file.write_text(SMALL.format(here=tmp_path, model=TINY_MODEL))
     return file
 
 

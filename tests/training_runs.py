@@ -14,7 +14,18 @@ from octavo.trainer.config_file import from_dict
 from octavo.trainer.metrics import Display
 from octavo.trainer.train import train
 
-TINY_MODEL = Path(__file__).resolve().parents[2] / "examples/tiny/model"
+TINY_MODEL = Path(__file__).resolve().parents[1] / "examples/tiny/model"
+
+SMALL = """
+output_dir: {here}/run
+model: {{path: {model}}}
+task: {{type: arithmetic, num_train: 32, num_test: 32}}
+rollout: {{prompts_per_step: 2, group_size: 2, max_prompt_tokens: 16, max_completion_tokens: 16,
+          engine: {{kv_cache_tokens: 1024}}}}
+trainer: {{num_steps: 1}}
+evaluation: {{interval: 1, num_problems: 8}}
+"""
+"""A config file that works."""
 
 
 def tiny_config(folder: Path, **changes: object) -> TrainConfig:
