@@ -7,7 +7,8 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 
-FLOORS = ("numerics", "kernels", "layers", "models", "rollout", "tasks", "rl", "trainer", "plugins", "cli")  # upwards
+# upwards
+FLOORS = ("numerics", "kernels", "layers", "models", "rollout", "tasks", "rl", "trainer", "report", "plugins", "cli")
 OPTIONAL_PACKAGES = {"datasets", "vllm", "verl", "ray", "triton", "torchao"}
 MAX_LINES = 400
 

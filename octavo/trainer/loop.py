@@ -36,7 +36,7 @@ def train(config: TrainConfig, display: Display) -> Path:
     run = load_run(config, display)
     reference = load_reference(config)
     optimizer = make_optimizer(run)
-    metrics_file = open_output(config, run.policy)
+    metrics_file = open_output(config, run.policy, run.flow)
     pool: list[CalibrationStatistics] = []
     interval, num_steps = config.evaluation.interval, config.trainer.num_steps
     first = evaluate(run) if interval else {}
@@ -69,7 +69,8 @@ def train_step(
     """One rollout and its optimiser steps. Moves `run.bounds` when calibration is due; returns the step's metrics."""
     config, policy = run.config, run.policy
     metrics: dict[str, Any] = {}
-    policy.freeze_activation_scales_()
+    for decoder in run.decoders:
+        decoder.freeze_activation_scales_()
     with clock.phase("rollout"):
         problems = run.problems_of_step(step)  # P prompts
         completions = sample(run, problems, step)  # P x G
@@ -102,7 +103,8 @@ def train_step(
                     metrics |= measure_shadow(run, mini_batch, logprobs, step, pool)  # before its update
             with clock.phase("update"):
                 learned |= optimizer.step()
-                policy.requantize_()  # the engine's bytes too
+                for decoder in run.decoders:
+                    decoder.requantize_()  # the engine's bytes too
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)
     return metrics | learned
@@ -239,14 +241,14 @@ def check_mismatch(run: Run, mini_batches: list[MiniBatch]) -> dict[str, Any]:
     """Mismatch of rollout and training over all loss tokens.
 
     Raises:
-        ValueError: it is not exactly 0 although the recipe promises that, and `trainer.require_exact` is set.
+        ValueError: it is not exactly 0 although flow and recipe promise that, and `trainer.require_exact` is set.
     """
     names = ("old_logprobs", "rollout_logprobs", "loss_mask")
     old, rollout_logprobs, mask = (torch.cat([batch.gather(name) for batch in mini_batches]) for name in names)
     metrics: dict[str, Any] = mismatch_metrics(old, rollout_logprobs, mask, run.config.algorithm.tis_cap)
     largest = metrics["mismatch/max_abs_logprob_diff"]
-    recipe = run.policy.recipe
-    if largest != 0.0 and recipe.batch_invariant and run.config.trainer.require_exact:
+    recipe, one_forward = run.policy.recipe, run.engine.decoder is run.policy
+    if largest != 0.0 and one_forward and recipe.batch_invariant and run.config.trainer.require_exact:
         raise ValueError(
             f"rollout and training disagree by up to {largest:.3g} in a token's log-probability, under recipe "
             f"{recipe.name!r} that promises bit-equality. The engine's bytes differ from the trainer's, or this "

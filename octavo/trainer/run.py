@@ -15,8 +15,9 @@ import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
 from octavo.models.checkpoint import load_decoder
-from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
+from octavo.models.observed import check_observed, packed_cache
+from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.rl.losses import ClipBounds
 from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import uniform_bits
@@ -26,6 +27,7 @@ from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import to_dict
 from octavo.trainer.metrics import Display, MetricsFile
 from octavo.trainer.optimizer import Optimizer
+from octavo.trainer.precision import check_live, declared_flow, flow_lines
 
 TRAINING, EVALUATION = 0, 1
 """Streams of random numbers."""
@@ -44,6 +46,7 @@ class Run:
     """What the loop works with. Only `bounds` and what its objects hold change while it runs."""
 
     config: TrainConfig
+    flow: PrecisionFlow
     task: Task
     tokenizer: Any
     train_problems: Sequence[EncodedProblem]
@@ -53,6 +56,11 @@ class Run:
     display: Display
     bounds: ClipBounds
     """Of the ratio; calibrated clipping moves them."""
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """All that read the masters: the policy and, where the rollout is another forward, the engine's own."""
+        return list(dict.fromkeys([self.policy, self.engine.decoder]))
 
     def seed(self, stream: int, step: int) -> int:
         """Of the engine's random numbers in one step."""
@@ -76,7 +84,8 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         ValueError: something is missing or does not fit; one line says what, and what to do.
     """
     check_device(config.device)
-    read_config(config.model.path)
+    flow = declared_flow(config)
+    flow.check(config.precision.allow_mismatch)
     task = config.task.build()
     tokenizer = load_tokenizer(config.model.path)
     limit = config.rollout.max_prompt_tokens
@@ -89,7 +98,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         )
     policy = load_decoder(
         config.model.path,
-        config.precision.expand(),
+        config.precision.train_recipe(),
         max_tokens=config.max_tokens,
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
@@ -98,14 +107,20 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     display.line(describe(policy))
     stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
     clip = config.algorithm.clip.bounds() if config.calibration is None else config.calibration.start_bounds()
+    sampler = policy.with_recipe(config.precision.rollout_recipe()) if flow.differences() else policy
+    engine = Engine(sampler, config.rollout.engine, stops)
+    check_live(flow, policy, engine)
+    for line in flow_lines(flow):
+        display.line(line)
     return Run(
         config=config,
+        flow=flow,
         task=task,
         tokenizer=tokenizer,
         train_problems=train_problems,
         test_problems=test_problems,
         policy=policy,
-        engine=Engine(policy, config.rollout.engine, stops),
+        engine=engine,
         display=display,
         bounds=clip,
     )
@@ -152,16 +167,17 @@ def load_reference(config: TrainConfig) -> Decoder | None:
         return None
     reference = load_decoder(
         config.model.path,
-        config.precision.expand(),
+        config.precision.train_recipe(),
         max_tokens=config.max_tokens,
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
     )
+    check_observed(declared_flow(config).graph("reference"), reference, packed_cache(reference))
     return reference.requires_grad_(False)
 
 
-def open_output(config: TrainConfig, policy: Decoder) -> MetricsFile:
-    """Make the run's folder and write config.yaml.
+def open_output(config: TrainConfig, policy: Decoder, flow: PrecisionFlow) -> MetricsFile:
+    """Make the run's folder and write config.yaml and precision.json.
 
     Raises:
         ValueError: an earlier run is there and `overwrite` is false, a model that no run left is there, the folder
@@ -184,6 +200,7 @@ def open_output(config: TrainConfig, policy: Decoder) -> MetricsFile:
                 shutil.rmtree(folder / name)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
+        (folder / "precision.json").write_text(flow.to_json(), encoding="utf-8")
         metrics.write_text("", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"output_dir={str(folder)!r} cannot be written: {error.strerror}. Give another") from error
