@@ -134,16 +134,17 @@ def describe(
         check_output(picture, "--picture")
     settings = load_config(TrainConfig, config, overrides or [])
     flow = declared_flow(settings)
+    differing = [] if against is None else against_lines(settings, flow, against)
+    if picture is not None:
+        draw_flow(flow, picture, settings.model.path)
     if to_stdout:
         print(flow.to_json(), end="")
     else:
         print_flow(flow, settings.precision.allow_mismatch)
     if json_file is not None and not to_stdout:
         json_file.write_text(flow.to_json(), encoding="utf-8")
-    if picture is not None:
-        draw_flow(flow, picture, settings.model.path)
-    if against is not None:
-        print("\n".join(against_lines(settings, flow, against)), file=sys.stderr if to_stdout else sys.stdout)
+    for line in differing:
+        print(line, file=sys.stderr if to_stdout else sys.stdout)
 
 
 def check_output(path: Path, option: str = "--output") -> None:

@@ -74,6 +74,20 @@ MISTAKES = {
     "no equals sign": ("trainer.num_steps", ["trainer.num_steps", "="]),
     "unknown recipe": ("precision.recipe=fp4", ["precision.recipe", "fp4", "block128"]),
     "kv_cache of another recipe": ("precision.kv_cache=fp32", ["kv_cache", "fp32", "bf16"]),
+    "two forwards": (
+        "precision={rollout: block128, train: bf16}",
+        ["q_proj", "fprop W e4m3 128x128 / bf16", "precision.allow_mismatch=true"],
+    ),
+    "a common recipe without a backward": (
+        "precision.recipe=fp8_channel",
+        ["recipe='fp8_channel'", "Use recipe=rowwise"],
+    ),
+    "training without a backward": ("precision.train=fp8_tensor", ["train.recipe='fp8_tensor'", "tensorwise"]),
+    "a rollout that saves": ("precision.rollout.saved_activations=bf16", ["rollout", "Use train.saved_activations"]),
+    "a side that does not fit": (
+        "precision.train={recipe: bf16, saved_activations: fp8}",
+        ["train: saved_activations"],
+    ),
     "keep_bf16 names nothing": (
         "precision.keep_bf16=[gate]",
         ["keep_bf16", "'gate'", "names no module"],
@@ -172,3 +186,46 @@ def test_interrupt_says_so_and_keeps_what_was_logged(config, monkeypatch, capsys
     assert run(monkeypatch, "train", config) == 130
     assert "interrupted" in capsys.readouterr().err
     assert (config.parent / "run/metrics.jsonl").exists()
+
+
+def test_describe_needs_no_weights_and_no_task(config, monkeypatch, capsys, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(TINY_MODEL / "config.json", bare)
+    task = "task={type: gsm8k, path: ./no-data}"
+    assert run(monkeypatch, "describe", config, f"model.path={bare}", task, "precision.train=bf16") == 0
+    out = capsys.readouterr().out
+    assert "model.layers.*.self_attn.q_proj" in out and "Rollout / training differ, which octavo train refuses" in out
+    assert "train: recipe 'bf16' quantises nothing: model.layers.*.self_attn.q_proj" in out
+
+
+def test_describe_writes_what_a_run_leaves_and_compares(config, monkeypatch, capsys, tmp_path):
+    flow, picture = tmp_path / "flow.json", tmp_path / "flow.svg"
+    assert run(monkeypatch, "train", config) == 0
+    left = tmp_path / "run/precision.json"
+    arguments = ("describe", config, "--json", flow, "--picture", picture, "--against", left)
+    assert run(monkeypatch, *arguments) == 0
+    assert "0 groups of modules differ from" in capsys.readouterr().out
+    assert flow.read_text() == left.read_text() and "<svg" in picture.read_text()
+    assert run(monkeypatch, "describe", config, "precision.kv_cache=bf16", "--json", "-", "--against", config) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["graphs"][0]["role"] == "rollout"
+    assert "precision.kv_cache: bf16 / None" in captured.err
+    assert "fprop K bf16 / e4m3 row (2^n scale) (rollout, old, train)" in captured.err
+
+
+@pytest.mark.parametrize(
+    "option, file, wanted",
+    [
+        ("--picture", "flow.pdf", "neither .svg nor .png"),
+        ("--picture", "no/folder/flow.png", "--picture no/folder/flow.png lies in a folder that does not exist"),
+        ("--json", "no/folder/flow.json", "--json no/folder/flow.json lies in"),
+        ("--against", "missing.yaml", "missing.yaml: cannot be read"),
+        ("--against", "missing.json", "missing.json"),
+    ],
+)
+def test_bad_arguments_of_describe_are_named(option, file, wanted, config, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "describe", config, option, file) == 2
+    error = capsys.readouterr().err
+    assert wanted in error and error.count("\n") == 1

@@ -94,9 +94,9 @@ def observe(decoder: Decoder, cache: LiveCache, *, backward: bool) -> dict[EdgeK
     found: dict[EdgeKey, str] = {}
 
     def table(name: str, copy: Tensor, master: Tensor) -> None:
-        found[name, "fprop W"] = FORMATS[copy.dtype]
+        found[name, "fprop W"] = _format(copy)
         if backward:
-            found[name, "master W"] = FORMATS[master.dtype]
+            found[name, "master W"] = _format(master)
 
     table("model.embed_tokens", decoder.embed_hp, decoder.embed_tokens)
     for index, block in enumerate(decoder.blocks()):
@@ -118,7 +118,7 @@ def observe(decoder: Decoder, cache: LiveCache, *, backward: bool) -> dict[EdgeK
                     found |= {(f"{layer}.{parent}.{name}", edge): text for edge, text in texts.items()}
         for edge, stored in (("K", cache.k), ("V", cache.v)):
             found[f"{layer}.self_attn.kv_cache", f"fprop {edge}"] = _stored(stored)
-            found[f"{layer}.self_attn.attention", f"fprop {edge}^"] = FORMATS[stored.decode().dtype]
+            found[f"{layer}.self_attn.attention", f"fprop {edge}^"] = _format(stored.decode())
         for edge in ("Q", "P"):
             found[f"{layer}.self_attn.attention", f"fprop {edge}"] = FORMATS[probability_dtype(cache.kv_format)]
     table("model.norm", decoder.norm.weight, decoder.norm.weight)
@@ -135,19 +135,19 @@ def _projection(layer: FP8Linear, N: int, dtype: torch.dtype, backward: bool) ->
     probe[1] = 2.0
     texts = {"fprop X": _activation(layer, probe), "fprop W": _weight(layer, "weight_q", N)}
     if layer.bias_hp is not None:
-        texts["fprop bias"] = FORMATS[layer.bias_hp.dtype]
+        texts["fprop bias"] = _format(layer.bias_hp)
     if not backward:
         return texts
     texts["dgrad W"] = _weight(layer, "dgrad_q" if "dgrad_q" in layer._buffers else "weight_q", N)
     saved = layer.save_activation(probe)
     if isinstance(saved, QuantizedMatrix):
         sizes = [len(saved.q)], [layer.in_features]
-        texts["saved X"] = edge_text(FORMATS[saved.q.dtype], _block(saved.scale, sizes), _rounding(saved.scale))
+        texts["saved X"] = edge_text(_format(saved.q), _block(saved.scale, sizes), _rounding(saved.scale))
     else:
-        texts["saved X"] = FORMATS[saved.dtype]
-    texts["master W"] = FORMATS[layer.weight.dtype]
+        texts["saved X"] = _format(saved)
+    texts["master W"] = _format(layer.weight)
     if layer.bias is not None:
-        texts["master bias"] = FORMATS[layer.bias.dtype]
+        texts["master bias"] = _format(layer.bias)
     return texts
 
 
@@ -155,11 +155,12 @@ def _activation(layer: FP8Linear, probe: Tensor) -> str:
     """X of FProp: the buffer of a frozen scale, else what the probe comes out as."""
     if layer.quantized and layer.recipe.static_activation_scale:
         rounding: Scale = "power_of_two" if layer.recipe.scale_rounding == "power_of_two" else "fp32"
-        per_tensor = PER_TENSOR if layer.activation_scale.numel() == 1 else None
-        return edge_text("e4m3", per_tensor, rounding, layer.recipe.amax_margin)
+        if layer._buffers.get("activation_scale") is None:
+            return "absent"
+        return edge_text("e4m3", PER_TENSOR, rounding, layer.recipe.amax_margin)
     operand = layer.activation_operand(probe)
     if operand.scale is None:
-        return FORMATS[probe.dtype]
+        return _format(probe)
     rows = None if operand.scale[0].equal(operand.scale[1]) else 1
     block = rows, _block_size(operand.scale.shape[1], [layer.in_features])
     return edge_text("e4m3", block, _rounding(operand.scale))
@@ -170,18 +171,22 @@ def _weight(layer: FP8Linear, name: str, N: int) -> str:
     q = layer._buffers.get(name if layer.quantized else "weight_hp")
     scale = layer._buffers.get(f"{name}_scale") if layer.quantized else None
     if q is None or scale is None:
-        return "absent" if q is None else FORMATS[q.dtype]
+        return "absent" if q is None else _format(q)
     # One scale can be a power of two by chance; none must be otherwise where the layer rounds them.
     rounding = _rounding(scale) if layer.recipe.scale_rounding == "power_of_two" else "fp32"
     block = _block(scale, (layer.splits, [layer.in_features]))
-    return edge_text(FORMATS[q.dtype], _normal(block, (N, layer.in_features)), rounding)
+    return edge_text(_format(q), _normal(block, (N, layer.in_features)), rounding)
 
 
 def _stored(kv: StoredKV) -> str:
     if kv.scale is None:
-        return FORMATS[kv.values.dtype]
+        return _format(kv.values)
     block = PER_ROW if kv.scale.shape == kv.values.shape[:-1] else PER_TENSOR
-    return edge_text(FORMATS[kv.values.dtype], block, _rounding(kv.scale))
+    return edge_text(_format(kv.values), block, _rounding(kv.scale))
+
+
+def _format(x: Tensor) -> str:
+    return FORMATS.get(x.dtype, str(x.dtype))
 
 
 def _rounding(scale: Tensor) -> Scale:

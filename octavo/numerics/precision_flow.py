@@ -252,7 +252,7 @@ def group_name(name: str) -> str:
 
 
 def edge_text(
-    format: Format, quant_block: QuantBlock | None = None, scale: Scale = "none", margin: float | None = None
+    format: str, quant_block: QuantBlock | None = None, scale: Scale = "none", margin: float | None = None
 ) -> str:
     """`e4m3 1x128`, `bf16`, `e4m3 tensor (2^n scale, frozen x1.25)`."""
     notes = ["2^n scale"] if scale == "power_of_two" else []

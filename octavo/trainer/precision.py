@@ -56,13 +56,12 @@ def engine_cache(cache: KVCache) -> LiveCache:
 
 
 def flow_lines(flow: PrecisionFlow) -> list[str]:
-    """What a run says of its flow before it starts: one line, and one per group of edges that differ."""
-    graph = flow.graph("train")
-    projections = [node for node in graph.nodes if node.kind == "projection"]
+    """What a run says of its flow before step 0: one line, and one per group of modules that differ."""
+    projections = [node for node in flow.graph("train").nodes if node.kind == "projection"]
     num_fp8 = sum(not node.kept for node in projections)
     found = lines(flow.differences())
     forward = "rollout / training are two forwards:" if found else "rollout and training are one forward"
     return [
-        f"precision flow: {num_fp8} of {len(projections)} projections train in FP8, as seen live; {forward}",
+        f"precision flow (declared = found): {num_fp8} of {len(projections)} projections train in FP8; {forward}",
         *(f"  {line}" for line in found),
     ]
