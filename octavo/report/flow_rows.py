@@ -19,21 +19,32 @@ class Row:
 
 
 def flow_rows(nodes: Iterable[Node]) -> list[Row]:
-    """Rows in the order of the forward pass."""
-    groups: dict[tuple[str, Node], list[Node]] = {}
+    """Rows in the order of the forward pass; neighbours share theirs if they are alike in every layer."""
+    patterns: dict[str, dict[Node, list[Node]]] = {}
     for node in nodes:
-        groups.setdefault((group_name(node.name), kind_of(node)), []).append(node)
-    patterns = [pattern for pattern, _ in groups]
-    merged: list[tuple[Node, list[str], list[Node]]] = []
-    for (pattern, kind), group in groups.items():
-        if patterns.count(pattern) > 1:
-            pattern = pattern.replace("*", number_ranges([int(node.name.split(".")[2]) for node in group]))
-        if merged and merged[-1][0] == kind:
-            merged[-1][1].append(pattern)
-            merged[-1][2].extend(group)
+        patterns.setdefault(group_name(node.name), {}).setdefault(kind_of(node), []).append(node)
+    runs: list[list[str]] = []
+    for pattern, kinds in patterns.items():
+        if runs and _layers(patterns[runs[-1][0]]) == _layers(kinds):
+            runs[-1].append(pattern)
         else:
-            merged.append((kind, [pattern], group))
-    return [Row(names=tuple(names), nodes=tuple(group)) for _, names, group in merged]
+            runs.append([pattern])
+    rows = []
+    for run in runs:
+        layers = _layers(patterns[run[0]])
+        for kind, numbers in layers.items():
+            star = "*" if len(layers) == 1 else number_ranges(numbers)
+            alike = [node for pattern in run for node in patterns[pattern][kind]]
+            rows.append(Row(names=tuple(pattern.replace("*", star) for pattern in run), nodes=tuple(alike)))
+    return rows
+
+
+def _layers(kinds: dict[Node, list[Node]]) -> dict[Node, list[int]]:
+    """The layers that each kind of a module is in."""
+    return {
+        kind: [int(node.name.split(".")[2]) for node in nodes if node.name.startswith("model.layers.")]
+        for kind, nodes in kinds.items()
+    }
 
 
 def kind_of(node: Node) -> Node:

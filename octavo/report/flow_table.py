@@ -106,7 +106,7 @@ def _cell(edges: Sequence[Edge]) -> Text:
     """A line per format, coloured by it; the heading names a single X or W."""
     formats: dict[tuple[str, str], list[str]] = {}
     for edge in edges:
-        if edge.tensor not in BETWEEN:
+        if edge.tensor not in BETWEEN or edge.phase == "saved":
             formats.setdefault((edge.text(), COLOURS[edge.format]), []).append(edge.tensor)
     plain = [list(names) for names in formats.values()] in ([["X"]], [["W"]])
     parts = [Text(text if plain else f"{' '.join(names)} {text}", style) for (text, style), names in formats.items()]

@@ -27,7 +27,8 @@ def test_equal_layers_and_equal_neighbours_share_a_row():
 def test_layers_of_another_kind_have_rows_of_their_own():
     rows, graph = rows_of(5, "layers.[02].mlp.*")
     assert rows["model.layers.0,2.mlp.down_proj",] == 2 and rows["model.layers.1,3-4.mlp.down_proj",] == 3
-    assert rows["model.layers.*.self_attn.o_proj",] == 5
+    gate_up = tuple(f"model.layers.0,2.mlp.{name}_proj" for name in ("gate", "up"))
+    assert rows[gate_up] == 4 and rows["model.layers.*.self_attn.o_proj",] == 5
     assert sum(rows.values()) == len(graph.nodes)
 
 

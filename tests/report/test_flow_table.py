@@ -51,6 +51,7 @@ def test_a_row_holds_the_formats_of_its_tensors():
     assert second[4] == "W e4m3 128x128" and second[7] == "FP32 product"
     attention = row(text, "model.layers.*.self_attn.attention")
     assert [cells[2] for cells in attention[:3]] == ["Q P fp16", "K^ V^ bf16", "scores fp32"]
+    assert attention[0][6] == "Q K^ V^ Y bf16"
     assert "Rollout and training are one forward" in text and "Export: model/ in bf16" in text
 
 
