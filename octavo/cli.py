@@ -1,4 +1,4 @@
-"""The command line: octavo train | evaluate | generate | check."""
+"""The command line: octavo train | evaluate | generate | describe | check."""
 
 from __future__ import annotations
 
@@ -205,16 +205,61 @@ def check(
         raise typer.Exit(2)
 
 
-def check_output(path: Path) -> None:
+@app.command(
+    epilog=examples(
+        "octavo describe examples/gsm8k.yaml",
+        "octavo describe examples/gsm8k.yaml precision.rollout=fp8_channel precision.train=bf16 --picture flow.svg",
+    )
+)
+def describe(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the flow here; - prints it instead.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, as .svg or .png.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(metavar="OTHER", help="Another YAML, or a run's precision.json: what differs.")
+    ] = None,
+) -> None:
+    """Show which tensor has which format in rollout and training; reads no weights and no task."""
+    from octavo.report.flow_against import against_lines
+    from octavo.report.flow_picture import draw_flow
+    from octavo.report.flow_table import print_flow
+    from octavo.trainer.config import TrainConfig
+    from octavo.trainer.config_file import load_config
+    from octavo.trainer.precision import declared_flow
+
+    to_stdout = str(json_file) == "-"
+    if json_file is not None and not to_stdout:
+        check_output(json_file, "--json")
+    if picture is not None:
+        check_output(picture, "--picture")
+    settings = load_config(TrainConfig, config, overrides or [])
+    flow = declared_flow(settings)
+    differing = [] if against is None else against_lines(settings, flow, against)
+    if picture is not None:
+        draw_flow(flow, picture, settings.model.path)
+    if to_stdout:
+        print(flow.to_json(), end="")
+    else:
+        print_flow(flow, settings.precision.allow_mismatch)
+    if json_file is not None and not to_stdout:
+        json_file.write_text(flow.to_json(), encoding="utf-8")
+    for line in differing:
+        print(line, file=sys.stderr if to_stdout else sys.stdout)
+
+
+def check_output(path: Path, option: str = "--output") -> None:
     """Refuse what could not be written, before any work.
 
     Raises:
         ValueError: its folder is missing, or it is no regular file.
     """
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"--output {path} lies in a folder that does not exist. Make it, or give another file")
+        raise ValueError(f"{option} {path} lies in a folder that does not exist. Make it, or give another file")
     if path.is_symlink() or path.exists() and not path.is_file():
-        raise ValueError(f"--output {path} is a link, folder or device, and would be replaced. Give a plain file")
+        raise ValueError(f"{option} {path} is a link, folder or device, and would be replaced. Give a plain file")
 
 
 @app.callback(invoke_without_command=True)

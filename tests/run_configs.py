@@ -38,6 +38,19 @@ class TaskSet:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Side:
+    shorthand: ClassVar[str] = "recipe"
+    recipe: Literal["fp8", "bf16"] | None = None
+    margin: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    rollout: Side = Side()
+    train: Side | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     model: Model
     loss: PPOClip | CISPO = field(default_factory=lambda: PPOClip(clip_low=0.1))

@@ -20,6 +20,20 @@ OVERRIDES = {  # of a config that works: the override, what the line must say
     "no equals sign": ("trainer.num_steps", ["trainer.num_steps", "="]),
     "unknown recipe": ("precision.recipe=fp4", ["precision.recipe", "fp4", "block128"]),
     "kv_cache of another recipe": ("precision.kv_cache=fp32", ["kv_cache", "fp32", "bf16"]),
+    "two forwards": (
+        "precision={rollout: block128, train: bf16}",
+        ["q_proj", "fprop W e4m3 128x128 / bf16", "precision.allow_mismatch=true"],
+    ),
+    "a common recipe without a backward": (
+        "precision.recipe=fp8_channel",
+        ["recipe='fp8_channel'", "Use recipe=rowwise"],
+    ),
+    "training without a backward": ("precision.train=fp8_tensor", ["train.recipe='fp8_tensor'", "tensorwise"]),
+    "a rollout that saves": ("precision.rollout.saved_activations=bf16", ["rollout", "Use train.saved_activations"]),
+    "a side that does not fit": (
+        "precision.train={recipe: bf16, saved_activations: fp8}",
+        ["train: saved_activations"],
+    ),
     "keep_bf16 names nothing": (
         "precision.keep_bf16=[gate]",
         ["keep_bf16", "'gate'", "names no module"],

@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it prints, what it leaves, and one clear line for each mistake."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -108,3 +109,46 @@ def test_interrupt_says_so_and_keeps_what_was_logged(config, monkeypatch, capsys
     assert run(monkeypatch, "train", config) == 130
     assert "interrupted" in capsys.readouterr().err
     assert (config.parent / "run/metrics.jsonl").exists()
+
+
+def test_describe_needs_no_weights_and_no_task(config, monkeypatch, capsys, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(TINY_MODEL / "config.json", bare)
+    task = "task={type: gsm8k, path: ./no-data}"
+    assert run(monkeypatch, "describe", config, f"model.path={bare}", task, "precision.train=bf16") == 0
+    out = capsys.readouterr().out
+    assert "model.layers.*.self_attn.q_proj" in out and "Rollout / training differ, which octavo train refuses" in out
+    assert "train: recipe 'bf16' quantises nothing: model.layers.*.self_attn.q_proj" in out
+
+
+def test_describe_writes_what_a_run_leaves_and_compares(config, monkeypatch, capsys, tmp_path):
+    flow, picture = tmp_path / "flow.json", tmp_path / "flow.svg"
+    assert run(monkeypatch, "train", config) == 0
+    left = tmp_path / "run/precision.json"
+    arguments = ("describe", config, "--json", flow, "--picture", picture, "--against", left)
+    assert run(monkeypatch, *arguments) == 0
+    assert "0 groups of modules differ from" in capsys.readouterr().out
+    assert flow.read_text() == left.read_text() and "<svg" in picture.read_text()
+    assert run(monkeypatch, "describe", config, "precision.kv_cache=bf16", "--json", "-", "--against", config) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["graphs"][0]["role"] == "rollout"
+    assert "precision.kv_cache: bf16 / None" in captured.err
+    assert "fprop K bf16 / e4m3 row (2^n scale) (rollout, old, train)" in captured.err
+
+
+@pytest.mark.parametrize(
+    "option, file, wanted",
+    [
+        ("--picture", "flow.pdf", "neither .svg nor .png"),
+        ("--picture", "no/folder/flow.png", "--picture no/folder/flow.png lies in a folder that does not exist"),
+        ("--json", "no/folder/flow.json", "--json no/folder/flow.json lies in"),
+        ("--against", "missing.yaml", "missing.yaml: cannot be read"),
+        ("--against", "missing.json", "missing.json"),
+    ],
+)
+def test_bad_arguments_of_describe_are_named(option, file, wanted, config, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "describe", config, option, file) == 2
+    error = capsys.readouterr().err
+    assert wanted in error and error.count("\n") == 1

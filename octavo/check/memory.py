@@ -31,30 +31,59 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
 
-def estimate_memory(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> MemoryEstimate:
-    """The estimate for one policy, its optimiser, its KV cache and, under a KL penalty, its reference."""
-    high = FORMAT_BYTES[recipe.high_precision]
-    vocabulary = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-    linear = quantized = 0
-    for path, rows, columns in linears(shape):
-        linear += rows * columns
-        quantized += rows * columns if recipe.quantizes and not recipe.keeps_bf16(path) else 0
-    num_parameters = linear + vocabulary + _vectors(shape)
-    quantized_copies = 1 if recipe.dgrad.right == recipe.fprop.right else 2
-    forward = quantized * quantized_copies + (linear - quantized + vocabulary) * high
-    operands = OPERAND_BYTES * (linear + shape.vocab_size * shape.hidden_size)  # the head is one, the embedding is not
-    backward = FORMAT_BYTES["fp32"] * quantized
+def estimate_memory(config: TrainConfig, shape: DecoderConfig, two_forwards: bool) -> MemoryEstimate:
+    """The estimate for one policy, its optimiser, its KV cache and, under a KL penalty, its reference.
+
+    Args:
+        config: of the run.
+        shape: of the model.
+        two_forwards: the rollout has bytes of its own, as its precision is not training's.
+    """
+    train, rollout = config.precision.train_recipe(), config.precision.rollout_recipe()
+    num_parameters = sum(rows * columns for _, rows, columns in linears(shape)) + _vocabulary(shape) + _vectors(shape)
+    forward = forward_bytes(shape, train)
     parts = {
         "FP32 masters": 4 * num_parameters,
         "gradients": 4 * num_parameters,
         "AdamW": 8 * num_parameters,
-        f"{recipe.name} bytes": forward,
-        "operands": operands + backward,
-        "KV cache": kv_cache_bytes(config, shape, recipe),
+        f"{train.name} bytes": forward.stored,
+        "operands": forward.operands + forward.backward,
+        "KV cache": kv_cache_bytes(config, shape, rollout),
     }
+    if two_forwards:
+        twin = forward_bytes(shape, rollout)
+        parts["the rollout's own bytes"] = twin.stored + twin.operands
     if config.algorithm.kl.coefficient > 0.0:
-        parts["reference model"] = 4 * num_parameters + forward + operands
+        parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands
+    high = FORMAT_BYTES[train.high_precision]
     return MemoryEstimate(num_parameters=num_parameters, model_bytes=num_parameters * high, parts=parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBytes:
+    """What a decoder holds beside its masters."""
+
+    stored: int
+    """FP8 bytes and high-precision copies of the weights."""
+    operands: int
+    """Weights prepared for the forward's products."""
+    backward: int
+    """Weights prepared for the backward's."""
+
+
+def forward_bytes(shape: DecoderConfig, recipe: Recipe) -> ForwardBytes:
+    """Of one decoder under a recipe."""
+    high = FORMAT_BYTES[recipe.high_precision]
+    linear = quantized = 0
+    for path, rows, columns in linears(shape):
+        linear += rows * columns
+        quantized += rows * columns if recipe.quantizes and not recipe.keeps_bf16(path) else 0
+    copies = 1 if recipe.dgrad is None or recipe.dgrad.right == recipe.fprop.right else 2
+    return ForwardBytes(
+        stored=quantized * copies + (linear - quantized + _vocabulary(shape)) * high,
+        operands=OPERAND_BYTES * (linear + shape.vocab_size * shape.hidden_size),  # the head is one, not the embedding
+        backward=FORMAT_BYTES["fp32"] * quantized,
+    )
 
 
 def kv_cache_bytes(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> int:
@@ -74,6 +103,11 @@ def linears(shape: DecoderConfig) -> Iterator[tuple[str, int, int]]:
         yield from ((f"{attention}.q_proj", query, D), (f"{attention}.o_proj", D, query))
         yield from ((f"{attention}.{name}_proj", key, D) for name in "kv")
         yield from ((f"{mlp}.gate_proj", F, D), (f"{mlp}.up_proj", F, D), (f"{mlp}.down_proj", D, F))
+
+
+def _vocabulary(shape: DecoderConfig) -> int:
+    """Parameters of the embedding and of a head of its own."""
+    return shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
 
 
 def _vectors(shape: DecoderConfig) -> int:

@@ -18,12 +18,14 @@ from octavo.check.memory import MemoryEstimate, estimate_memory
 from octavo.check.rows import Row, Status, one_line, size_text
 from octavo.models.config import DecoderConfig, read_config
 from octavo.models.decoder import Decoder
+from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import Recipe
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import encode_prompt, stop_token_ids
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.output import RunFolder
+from octavo.trainer.precision import declared_flow
 from octavo.trainer.run import check_device, load_generation_config, load_tokenizer
 
 PROMPTS_TRIED = 200
@@ -38,8 +40,6 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         yield _fail("configuration", error, "correct the key that is named")
         return
     yield _row("configuration", "OK", f"{path} loads; {config.trainer.num_steps} steps into {config.output_dir}")
-    recipe = config.precision.expand()
-    yield from flow_rows(config, recipe)
     device_works = True
     try:
         check_device(config.device)
@@ -50,9 +50,11 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
     estimate = tokenizer = None
     try:
         shape, hf_config = read_config(config.model.path)
-        estimate = estimate_memory(config, shape, recipe)
+        flow = declared_flow(config)
+        yield flow_row(config, flow)
+        estimate = estimate_memory(config, shape, two_forwards=bool(flow.differences()))
         yield weights_row(config.model.path, shape, estimate.num_parameters)
-        check_modules(config, shape, hf_config, recipe)
+        check_modules(config, shape, hf_config, config.precision.train_recipe())
         tokenizer = load_tokenizer(config.model.path)
         yield tokenizer_row(config, tokenizer, hf_config)
     except ValueError as error:
@@ -65,15 +67,22 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
             yield memory_row(config, estimate)
 
 
-def flow_rows(config: TrainConfig, recipe: Recipe) -> Iterator[Row]:
+def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:
     """The precision flow in one line, and whether it can be exact."""
+    try:
+        flow.check(config.precision.allow_mismatch)
+    except ValueError as error:
+        return _fail("precision flow", error, "set precision.allow_mismatch=true, or make the two sides one")
+    recipe = config.precision.train_recipe()
     kept = f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}" if recipe.quantizes else "nothing is FP8"
     detail = f"{recipe.name}, KV {recipe.kv_cache}, saved activations {recipe.saved_activations}; {kept}"
-    if recipe.batch_invariant:
-        yield _row("precision flow", "OK", f"{detail}; exact")
-    else:
+    if flow.differences():
+        step = "make rollout and training one forward, unless this is the baseline to compare with"
+        return _row("precision flow", "WARN", f"{detail}; not exact: the rollout runs another forward", step)
+    if not recipe.batch_invariant:
         step = "take precision.recipe=block128, or tensorwise_static for one scale per tensor"
-        yield _row("precision flow", "WARN", f"{detail}; not exact: its activation scales depend on the batch", step)
+        return _row("precision flow", "WARN", f"{detail}; not exact: its activation scales depend on the batch", step)
+    return _row("precision flow", "OK", f"{detail}; exact")
 
 
 def check_modules(config: TrainConfig, shape: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe) -> None:

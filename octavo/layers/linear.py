@@ -52,13 +52,8 @@ class FP8Linear(nn.Module):
         super().__init__()
         self.in_features, self.projections, self.recipe = in_features, projections, recipe
         self.splits = list(projections.values())
-        kept = [recipe.keeps_bf16(f"{path}.{name}") for name in projections]
-        if any(kept) and not all(kept):
-            raise ValueError(
-                f"precision.keep_bf16 keeps only part of the fused projections {list(projections)} of {path}; "
-                f"name all of them or none"
-            )
-        self.quantized = recipe.quantizes and not all(kept)
+        kept = recipe.keeps_fused([f"{path}.{name}" for name in projections])
+        self.quantized = recipe.quantizes and not kept
         shape = (sum(self.splits), in_features)
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
@@ -66,7 +61,7 @@ class FP8Linear(nn.Module):
         self._cache: dict[str, tuple[list[tuple[int, int]], Any]] = {}
         if self.quantized:
             self._allocate("weight_q", recipe.fprop.right)
-            if recipe.dgrad.right != recipe.fprop.right:
+            if recipe.dgrad is not None and recipe.dgrad.right != recipe.fprop.right:
                 self._allocate("dgrad_q", recipe.dgrad.right)
         else:
             self.register_buffer("weight_hp", torch.empty(shape, dtype=self._dtype), persistent=False)
@@ -90,10 +85,11 @@ class FP8Linear(nn.Module):
         if not self.quantized:
             self.weight_hp.copy_(self.weight)
         else:
-            pairs = {"weight_q": self.recipe.fprop.right, "dgrad_q": self.recipe.dgrad.right}
-            for name, quant_block in pairs.items():
-                if name in self._buffers and quant_block is not None:
-                    new = quantize_matrix(self.weight, quant_block, self.recipe.scale_rounding, row_splits=self.splits)
+            for name in ("weight_q", "dgrad_q"):
+                if name in self._buffers:
+                    new = quantize_matrix(
+                        self.weight, self._weight_block(name), self.recipe.scale_rounding, row_splits=self.splits
+                    )
                     getattr(self, name).copy_(new.q)
                     getattr(self, f"{name}_scale").copy_(new.scale)
         if self.bias is not None and self.bias_hp is not None:
@@ -128,17 +124,20 @@ class FP8Linear(nn.Module):
         if shadow:
             with torch.no_grad():
                 return self._round(gemm(grid_operand(x), grid_operand(self.weight.to(self._dtype))), cast_bias=True)
+        if not torch.is_grad_enabled():  # the rollout saves nothing
+            return self.fprop(x)
         return _Linear.apply(x, self.weight, self.bias, self)
 
     # What follows is called by the autograd function.
 
     def fprop(self, x: Tensor) -> Tensor:
         """Y = X W^T + bias, rounded once."""
-        return self._round(gemm(self._activation_operand(x), self.weight_operand()))
+        return self._round(gemm(self.activation_operand(x), self.weight_operand()))
 
     def dgrad(self, grad_y: Tensor) -> Tensor:
         """dX = dY W, rounded once to the dtype of dY."""
         recipe = self.recipe.dgrad
+        assert recipe is not None, self.recipe.name
         left = grad_y.float()
         if self.quantized and recipe.left is not None:
             left = quantize_matrix(
@@ -149,6 +148,7 @@ class FP8Linear(nn.Module):
     def wgrad(self, grad_y: Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         """dW [N, K] fp32 = dY^T X, tokens in blocks of 128."""
         recipe = self.recipe.wgrad
+        assert recipe is not None, self.recipe.name
         if not self.quantized or recipe.left is None or recipe.right is None:
             assert isinstance(saved_x, Tensor)
             return grad_y.float().T @ saved_x.float()
@@ -159,6 +159,7 @@ class FP8Linear(nn.Module):
 
     def save_activation(self, x: Tensor) -> QuantizedMatrix | Tensor:
         """X in the layout and format that WGrad multiplies."""
+        assert self.recipe.wgrad is not None, self.recipe.name
         right = self.recipe.wgrad.right
         if self.quantized and right is not None and self.recipe.saved_activations == "fp8":
             return quantize_matrix(pad_tokens(x), right, self.recipe.scale_rounding)
@@ -202,8 +203,7 @@ class FP8Linear(nn.Module):
 
     def quantized_weight(self, name: str) -> QuantizedMatrix:
         """The FP8 bytes and scales that rollout and training multiply."""
-        quant_block = self.recipe.dgrad.right if name == "dgrad_q" else self.recipe.fprop.right
-        assert quant_block is not None
+        quant_block = self._weight_block(name)
         return QuantizedMatrix(
             getattr(self, name),
             getattr(self, f"{name}_scale"),
@@ -211,7 +211,13 @@ class FP8Linear(nn.Module):
             split_edges([self.in_features], quant_block[1]),
         )
 
-    def _activation_operand(self, x: Tensor) -> Operand:
+    def _weight_block(self, name: str) -> QuantBlock:
+        gemm_recipe = self.recipe.dgrad if name == "dgrad_q" else self.recipe.fprop
+        assert gemm_recipe is not None and gemm_recipe.right is not None, (name, self.recipe.name)
+        return gemm_recipe.right
+
+    def activation_operand(self, x: Tensor) -> Operand:
+        """X [T, K] as FProp multiplies it. A static scale learns from it what the next one will be."""
         left = self.recipe.fprop.left
         if not self.quantized or left is None:
             return grid_operand(x)

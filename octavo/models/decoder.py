@@ -26,7 +26,9 @@ from octavo.layers.attention import AttentionContext
 from octavo.layers.linear import FP8Linear, quantized_layers
 from octavo.layers.rotary import rotary_table, rotate
 from octavo.models.config import DecoderConfig
-from octavo.numerics.recipe import Recipe, names_module
+from octavo.models.modules import decoder_modules
+from octavo.numerics.flow_edges import check_kept
+from octavo.numerics.recipe import Recipe
 
 
 class Norm(nn.Module):
@@ -111,6 +113,7 @@ class Decoder(nn.Module):
                 f"sequences of up to {max_tokens} tokens were asked for, but the model has "
                 f"{config.max_positions} positions; lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
             )
+        check_kept(decoder_modules(config), recipe)
         self.config, self.hf_config, self.recipe, self.max_tokens = config, hf_config, recipe, max_tokens
         self.dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.high_precision]
         self.embed_tokens = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
@@ -124,7 +127,6 @@ class Decoder(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head: tuple[tuple[int, int], Operand] | None = None
-        self._check_patterns()
 
     def blocks(self) -> Iterator[Block]:
         """The decoder layers, in order."""
@@ -132,18 +134,18 @@ class Decoder(nn.Module):
             assert isinstance(block, Block)
             yield block
 
-    def _check_patterns(self) -> None:
-        """Every `keep_bf16` pattern must name something, or a typing error would quietly quantise a layer."""
-        names = ["lm_head", "model.embed_tokens"]
-        for index in range(self.config.num_layers):
-            names += [f"model.layers.{index}.self_attn.{x}_proj" for x in "qkvo"]
-            names += [f"model.layers.{index}.mlp.{x}_proj" for x in ("gate", "up", "down")]
-        for pattern in self.recipe.keep_bf16:
-            if not any(names_module(pattern, name) for name in names):
-                raise ValueError(
-                    f"precision.keep_bf16 has {pattern!r}, which names no module; modules look like {names[2]!r}. "
-                    f"Patterns match whole names: 'down_proj', 'layers.0.*'"
-                )
+    def with_recipe(self, recipe: Recipe) -> Decoder:
+        """A second decoder over the same masters, with bytes of its own under another recipe.
+
+        Re-quantise both after each optimiser step.
+        """
+        twin = Decoder(self.config, self.hf_config, recipe, max_tokens=self.max_tokens)
+        for name, parameter in self.named_parameters():
+            parent, _, leaf = name.rpartition(".")
+            setattr(twin.get_submodule(parent), leaf, parameter)
+        twin.to(self.embed_tokens.device)
+        twin.requantize_()
+        return twin
 
     @torch.no_grad()
     def requantize_(self) -> None:

@@ -12,6 +12,7 @@ must be constant along the reduced dimension within a block of it, which each sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -27,7 +28,9 @@ from octavo.numerics.fp8 import (
     ScaleRounding,
 )
 
-RecipeName = Literal["bf16", "block128", "rowwise", "tensorwise", "w8a16", "tensorwise_static", "fp32"]
+RecipeName = Literal[
+    "bf16", "block128", "rowwise", "tensorwise", "w8a16", "tensorwise_static", "fp32", "fp8_channel", "fp8_tensor"
+]
 StorageFormat = Literal["bf16", "fp8", "fp32"]
 
 
@@ -49,9 +52,9 @@ class Recipe:
     """The row of the table this was expanded from."""
     fprop: GemmRecipe
     """Y = X W^T."""
-    dgrad: GemmRecipe
-    """dX = dY W."""
-    wgrad: GemmRecipe
+    dgrad: GemmRecipe | None
+    """dX = dY W; None, and then in wgrad too: the recipe runs forward only."""
+    wgrad: GemmRecipe | None
     """dW = dY^T X."""
     high_precision: Literal["bf16", "fp32"] = "bf16"
     """Format of everything that is not FP8: activations between layers, lm_head, kept layers."""
@@ -62,8 +65,9 @@ class Recipe:
     kv_cache: StorageFormat = "fp8"
     """Keys and values that every query sees, in training too: E4M3 with one scale per token and KV head, or
     the high-precision format."""
-    saved_activations: StorageFormat = "fp8"
-    """What a linear layer keeps of X for WGrad: the E4M3 operand itself, or X in the high-precision format."""
+    saved_activations: StorageFormat | None = "fp8"
+    """What a linear layer keeps of X for WGrad: the E4M3 operand itself, or X in the high-precision format; None in a
+    forward-only recipe."""
     keep_bf16: tuple[str, ...] = ("lm_head", "embed_tokens")
     """Modules that are not quantised: patterns matched on whole dotted names or whole trailing parts of them,
     `down_proj`, `layers.0.mlp.down_proj`, `layers.0.*`; `gate` does not match `gate_proj`."""
@@ -83,23 +87,35 @@ class Recipe:
         allowed = ("fp32",) if self.high_precision == "fp32" else ("fp8", "bf16")
         if self.kv_cache not in allowed:
             raise ValueError(f"kv_cache must be one of {allowed} with recipe {self.name!r}; got {self.kv_cache!r}")
-        needs = "fp8" if self.wgrad.right is not None else self.high_precision
-        if self.saved_activations not in (needs, self.high_precision):
-            raise ValueError(
-                f"saved_activations={self.saved_activations!r} does not go with recipe {self.name!r}: its WGrad "
-                f"multiplies X in {needs}. Use {needs!r}."
-            )
         for name in ("lm_head", "embed_tokens"):
             if not self.keeps_bf16(name):
                 raise ValueError(
                     f"keep_bf16={list(self.keep_bf16)} leaves out {name!r}, which every recipe keeps in BF16 with "
                     f"FP32 logits. Add {name!r} to the list."
                 )
+        if self.dgrad is None or self.wgrad is None:
+            if (self.dgrad, self.wgrad, self.saved_activations) != (None, None, None):
+                raise ValueError(
+                    f"recipe {self.name!r} has no backward, so dgrad, wgrad and saved_activations are all null; got "
+                    f"saved_activations={self.saved_activations!r}"
+                )
+            return
+        needs = "fp8" if self.wgrad.right is not None else self.high_precision
+        if self.saved_activations not in (needs, self.high_precision):
+            raise ValueError(
+                f"saved_activations={self.saved_activations!r} does not go with recipe {self.name!r}: its WGrad "
+                f"multiplies X in {needs}. Use {needs!r}."
+            )
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's numbers are independent of the other tokens in its batch. Exact rollout needs it."""
         return self.static_activation_scale or self.fprop.left != PER_TENSOR
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether there is no backward: what a serving engine runs, and nothing that trains."""
+        return self.dgrad is None
 
     @property
     def quantizes(self) -> bool:
@@ -109,6 +125,21 @@ class Recipe:
     def keeps_bf16(self, module_name: str) -> bool:
         """Whether `keep_bf16` names this module, by its whole dotted name or a whole trailing part of it."""
         return any(names_module(pattern, module_name) for pattern in self.keep_bf16)
+
+    def keeps_fused(self, module_names: Sequence[str]) -> bool:
+        """As `keeps_bf16`, of projections that are one weight matrix.
+
+        Raises:
+            ValueError: it keeps only some of them.
+        """
+        kept = [self.keeps_bf16(name) for name in module_names]
+        if any(kept) and not all(kept):
+            raise ValueError(
+                f"precision.keep_bf16 keeps only part of the fused projections "
+                f"{[name.rpartition('.')[2] for name in module_names]} of {module_names[0].rpartition('.')[0]}; "
+                f"name all of them or none"
+            )
+        return all(kept)
 
 
 def names_module(pattern: str, module_name: str) -> bool:
@@ -161,22 +192,36 @@ _RECIPES: dict[str, Recipe] = {
             kv_cache="fp32",
             saved_activations="fp32",
         ),
+        Recipe(
+            name="fp8_channel",
+            fprop=GemmRecipe(left=PER_ROW, right=PER_ROW),
+            dgrad=None,
+            wgrad=None,
+            kv_cache="bf16",
+            saved_activations=None,
+        ),
+        Recipe(name="fp8_tensor", fprop=_TENSORWISE, dgrad=None, wgrad=None, kv_cache="bf16", saved_activations=None),
     )
 }
 
-RECIPE_NAMES = tuple(_RECIPES)
+RECIPE_NAMES = tuple(name for name, recipe in _RECIPES.items() if not recipe.forward_only)
+"""Recipes that train."""
+FORWARD_ONLY = {"fp8_channel": "rowwise", "fp8_tensor": "tensorwise"}
+"""What serving engines run, X per token and W per output channel, or both per tensor, KV in BF16: for the rollout
+alone. Beside each the recipe whose FProp is the same and which trains."""
 
 
 def get_recipe(name: str, **changes: object) -> Recipe:
     """The complete config of a named recipe, with some of its fields changed.
 
     Args:
-        name: one of RECIPE_NAMES. `fp32` quantises nothing and rounds nothing to BF16; it is for parity tests.
+        name: one of RECIPE_NAMES or FORWARD_ONLY. `fp32` quantises nothing and rounds nothing to BF16; it is for parity
+            tests.
         changes: fields of `Recipe` to replace, such as kv_cache="bf16".
 
     Raises:
         ValueError: no such recipe, or a change that does not go with it.
     """
     if name not in _RECIPES:
-        raise ValueError(f"recipe {name!r} does not exist; choose one of {', '.join(RECIPE_NAMES)}")
+        raise ValueError(f"recipe {name!r} does not exist; choose one of {', '.join(_RECIPES)}")
     return replace(_RECIPES[name], **changes)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@
 A field is a bool, int, float, str, Literal[...], tuple[X, ...], tuple[X, Y], another such dataclass, or a union of
 dataclasses, of which the key `type` picks one by its `type_name: ClassVar[str]`; each may be `| None`. Where `type` is
 left out, the field's default says which. A section given in part takes the rest from the field's default too.
+Where a dataclass has a `shorthand: ClassVar[str]`, plain text in place of its section is that one key of it.
 A ConfigError is one line: where the value came from, its dotted key, what was wanted, what came, the way out.
 """
 
@@ -78,7 +79,7 @@ def load_config(cls: type[ConfigT], path: str | Path, overrides: Sequence[str] =
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}. Give the path of a YAML file.") from error
     for text in overrides if isinstance(data, dict) else ():  # _section refuses any other data
-        data = _with_override(data, text)
+        data = _with_override(data, text, cls)
     return _section((cls,), data, dataclasses.MISSING, _Place(source=str(path), overrides=tuple(overrides)))
 
 
@@ -150,7 +151,7 @@ def _refuse_duplicate_keys(node: yaml.Node, place: _Place, visited: set[int]) ->
             _refuse_duplicate_keys(value, place.at(name), visited)
 
 
-def _with_override(data: dict[Any, Any], text: str) -> dict[Any, Any]:
+def _with_override(data: dict[Any, Any], text: str, cls: Any) -> dict[Any, Any]:
     """data with the override laid over it; copies the sections on the way, since two YAML aliases are one dict."""
     source = f"override {text!r}"
     key, equals, value = text.partition("=")
@@ -160,6 +161,9 @@ def _with_override(data: dict[Any, Any], text: str) -> dict[Any, Any]:
     result = section = dict(data)
     for depth, part in enumerate(above, start=1):
         inner = section.get(part)
+        shorthand = _shorthand(cls, above[:depth])
+        if isinstance(inner, str) and shorthand is not None:
+            inner = {shorthand: inner}
         if not isinstance(inner, dict | NoneType):
             done = ".".join(above[:depth])
             raise ConfigError(f"{source}: {done} is {_shown(inner)}, not a section. Replace it whole: {done}=VALUE.")
@@ -169,8 +173,19 @@ def _with_override(data: dict[Any, Any], text: str) -> dict[Any, Any]:
     return result
 
 
+def _shorthand(cls: Any, keys: list[str]) -> str | None:
+    """The key that plain text in place of the section at `keys` stands for; None where text is no section."""
+    classes = [cls]
+    for key in keys:
+        wanted = [get_type_hints(each)[key] for each in classes if key in get_type_hints(each)]
+        classes = [m for hint in wanted for m in (hint, *get_args(hint)) if dataclasses.is_dataclass(m)]
+    return next((each.shorthand for each in classes if hasattr(each, "shorthand")), None)
+
+
 def _section(variants: tuple[Any, ...], value: object, default: object, place: _Place) -> Any:
     """dict -> an instance of one of the dataclasses in variants; default is what the field would hold without it."""
+    if isinstance(value, str) and hasattr(variants[0], "shorthand"):
+        value = {variants[0].shorthand: value}
     if not isinstance(value, dict):
         came = "nothing" if value is None else _shown(value)
         raise place.error(f"wants a section, got {came}. Write keys under it: {_known_keys(*variants)}.")

@@ -86,7 +86,7 @@ def sample_problems(
     """
     settings = run.config.evaluation
     at_once = max(1, run.config.rollout.engine.max_sequences // settings.completions_per_problem)
-    before = RolloutState.take([run.policy])
+    before = RolloutState.take(run.decoders)
     rows: list[dict[str, Any]] = []
     try:
         with run.display.bar("evaluate", len(problems) * settings.completions_per_problem) as advance:
@@ -117,7 +117,7 @@ def sample_problems(
                 keep(new)
                 rows += new
     finally:
-        before.restore([run.policy])
+        before.restore(run.decoders)
     return rows
 
 

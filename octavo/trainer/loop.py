@@ -46,7 +46,8 @@ def train_step(
     """
     config, policy, clock, step = run.config, run.policy, record.clock, record.step
     metrics: dict[str, Any] = {}
-    policy.freeze_activation_scales_()
+    for decoder in run.decoders:
+        decoder.freeze_activation_scales_()
     with clock.phase("rollout"):
         problems = run.problems_of_step(step)  # P prompts
         record.prompts = [encoded.problem.id for encoded in problems]
@@ -82,7 +83,8 @@ def train_step(
                     metrics |= measure_shadow(run, mini_batch, logprobs, progress, step)  # before its update
             with clock.phase("update"):
                 learned |= optimizer.step()
-                policy.requantize_()  # the engine's bytes too
+                for decoder in run.decoders:
+                    decoder.requantize_()  # the engine's bytes too
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)
     return metrics | learned
@@ -227,7 +229,7 @@ def check_mismatch(run: Run, mini_batches: list[MiniBatch]) -> dict[str, Any]:
     """Mismatch of rollout and training over all loss tokens.
 
     Raises:
-        ValueError: it is not exactly 0 although the recipe promises that, and `trainer.require_exact` is set.
+        ValueError: it is not exactly 0 although flow and recipe promise that, and `trainer.require_exact` is set.
     """
     names = ("old_logprobs", "rollout_logprobs", "loss_mask", "completion_positions")
     gathered = (torch.cat([batch.gather(name) for batch in mini_batches]) for name in names)
@@ -235,8 +237,8 @@ def check_mismatch(run: Run, mini_batches: list[MiniBatch]) -> dict[str, Any]:
     metrics: dict[str, Any] = mismatch_metrics(old, rollout_logprobs, mask, run.config.algorithm.tis_cap)
     metrics |= mismatch_by_position(old[mask], rollout_logprobs[mask], places[mask])
     largest = metrics["mismatch/max_abs_logprob_diff"]
-    recipe = run.policy.recipe
-    if largest != 0.0 and recipe.batch_invariant and run.config.trainer.require_exact:
+    recipe, one_forward = run.policy.recipe, run.engine.decoder is run.policy
+    if largest != 0.0 and one_forward and recipe.batch_invariant and run.config.trainer.require_exact:
         raise ValueError(
             f"rollout and training disagree by up to {largest:.3g} in a token's log-probability, under recipe "
             f"{recipe.name!r} that promises bit-equality. The engine's bytes differ from the trainer's, or this "

@@ -1,9 +1,11 @@
 """The folder of a run, and what makes it safe: one process at a time, nothing lost by a mistake or a full disk.
 
-config.yaml      the complete config
-metrics.jsonl    a line a step                samples.jsonl   some completions of each step
-resumes.jsonl    a line a resume              checkpoints/    what the run can go on from
-model/           the trained model            failure/        diagnosis of a run that diverged
+    config.yaml      the complete config          precision.json  the precision flow, as it was checked
+    metrics.jsonl    a line a step                samples.jsonl   some completions of each step
+    resumes.jsonl    a line a resume              checkpoints/    what the run can go on from
+    model/           the trained model            failure/        diagnosis of a run that diverged
+
+Every file but the line files is replaced whole.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import yaml
 
 from octavo.trainer.checkpoint import FOLDER as CHECKPOINTS
 from octavo.trainer.config import TrainConfig
-from octavo.trainer.config_file import to_dict
 
 MASTER_AND_MOMENTS_BYTES = 12
 """Of a parameter in a checkpoint: FP32 master and two FP32 moments."""
@@ -148,7 +149,7 @@ class RunFolder:
         """Make the folder for a new run, or clear it of the earlier one.
 
         Args:
-            config: written to config.yaml.
+            config: of the run.
             num_parameters: masters of the policy.
             model_bytes: of the model folder that the run will leave.
             replace: an earlier run that is there is cleared even without `overwrite`.
@@ -167,18 +168,24 @@ class RunFolder:
                     shutil.rmtree(self.path / name, ignore_errors=True)
                 for name in OWN_FILES:
                     (self.path / name).unlink(missing_ok=True)
-            self.write_config(config)
             self.metrics.path.write_text("", encoding="utf-8")
         except OSError as error:
             raise ValueError(
                 f"output_dir={str(self.path)!r} cannot be written: {error.strerror}. Give another"
             ) from error
 
-    def write_config(self, config: TrainConfig) -> None:
-        """Replace config.yaml, whole."""
-        partial = self.path / "config.yaml.partial"
-        partial.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
-        partial.replace(self.path / "config.yaml")
+    def write(self, name: str, text: str) -> None:
+        """Replace a file of the folder, whole.
+
+        Raises:
+            ValueError: it cannot be written.
+        """
+        try:
+            partial = self.path / f"{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.path / name)
+        except OSError as error:
+            raise ValueError(f"{self.path / name} cannot be written: {error.strerror}. Make room") from error
 
     def read_config(self) -> Any:
         """config.yaml as dicts and lists.

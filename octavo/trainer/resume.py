@@ -135,7 +135,8 @@ class Session:
         for group, tensors in self._tensors().items():
             checkpoint.copy_into(group, tensors)
         self.optimizer.update = state["policy_version"]
-        self.run.policy.requantize_()
+        for decoder in self.run.decoders:
+            decoder.requantize_()
         self.progress = Progress.from_json(state["progress"])
         state_of.restore_random_states(state["random_states"])
 
@@ -158,7 +159,7 @@ class Session:
         return {
             "policy": {name: parameter.detach() for name, parameter in self.run.policy.named_parameters()},
             "optimizer": self.optimizer.moments(),
-            "scales": state_of.static_scales([self.run.policy]),
+            "scales": state_of.static_scales(self.run.decoders),
         }
 
     @cached_property

@@ -14,8 +14,9 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from octavo.models.checkpoint import load_decoder
-from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
+from octavo.models.observed import check_observed, packed_cache
+from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import uniform_bits
 from octavo.tasks.problem import Problem, Task
@@ -24,6 +25,7 @@ from octavo.trainer.config import TrainConfig
 from octavo.trainer.interrupt import Interrupts
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
+from octavo.trainer.precision import check_live, declared_flow, flow_lines
 
 TRAINING, EVALUATION = 0, 1
 """Streams of random numbers."""
@@ -42,6 +44,7 @@ class Run:
     """What training and evaluation work with. Its fields stay; only what the policy and the engine hold changes."""
 
     config: TrainConfig
+    flow: PrecisionFlow
     task: Task
     tokenizer: Any
     train_problems: Sequence[EncodedProblem]
@@ -60,6 +63,11 @@ class Run:
             self.interrupts.check()
 
         return after_step
+
+    @property
+    def decoders(self) -> list[Decoder]:
+        """All that read the masters: the policy and, where the rollout is another forward, the engine's own."""
+        return list(dict.fromkeys([self.policy, self.engine.decoder]))
 
     def seed(self, stream: int, step: int) -> int:
         """Of the engine's random numbers in one step."""
@@ -83,7 +91,8 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         ValueError: something is missing or does not fit; one line says what, and what to do.
     """
     check_device(config.device)
-    read_config(config.model.path)
+    flow = declared_flow(config)
+    flow.check(config.precision.allow_mismatch)
     task = config.task.build()
     tokenizer = load_tokenizer(config.model.path)
     limit = config.rollout.max_prompt_tokens
@@ -96,7 +105,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         )
     policy = load_decoder(
         config.model.path,
-        config.precision.expand(),
+        config.precision.train_recipe(),
         max_tokens=config.max_tokens,
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
@@ -104,14 +113,20 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {len(test_problems)} test")
     display.line(describe(policy))
     stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
+    sampler = policy.with_recipe(config.precision.rollout_recipe()) if flow.differences() else policy
+    engine = Engine(sampler, config.rollout.engine, stops)
+    check_live(flow, policy, engine)
+    for line in flow_lines(flow):
+        display.line(line)
     return Run(
         config=config,
+        flow=flow,
         task=task,
         tokenizer=tokenizer,
         train_problems=train_problems,
         test_problems=test_problems,
         policy=policy,
-        engine=Engine(policy, config.rollout.engine, stops),
+        engine=engine,
         display=display,
     )
 
@@ -158,11 +173,12 @@ def load_reference(config: TrainConfig) -> Decoder | None:
         return None
     reference = load_decoder(
         config.model.path,
-        config.precision.expand(),
+        config.precision.train_recipe(),
         max_tokens=config.max_tokens,
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
     )
+    check_observed(declared_flow(config).graph("reference"), reference, packed_cache(reference))
     return reference.requires_grad_(False)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from octavo.models.checkpoint import save_decoder
 from octavo.trainer.config import TrainConfig
+from octavo.trainer.config_file import to_dict
 from octavo.trainer.divergence import Diverged, StepRecord, save_diagnosis
 from octavo.trainer.evaluation import evaluate
 from octavo.trainer.interrupt import Interrupted, StopRequested
@@ -62,12 +65,13 @@ def open_folder(session: Session, point: ResumePoint | None, resume: bool, allow
     if point is not None:
         for line in session.restore(point, allow_changes):
             run.display.line(line)
-        folder.write_config(run.config)
-        return
-    if resume:
-        run.display.line(f"no checkpoint in {folder.path}: starting from the beginning")
-    num_parameters = sum(parameter.numel() for parameter in run.policy.parameters())
-    folder.create(run.config, num_parameters, num_parameters * run.policy.dtype.itemsize, replace=resume)
+    else:
+        if resume:
+            run.display.line(f"no checkpoint in {folder.path}: starting from the beginning")
+        num_parameters = sum(parameter.numel() for parameter in run.policy.parameters())
+        folder.create(run.config, num_parameters, num_parameters * run.policy.dtype.itemsize, replace=resume)
+    folder.write("config.yaml", yaml.safe_dump(to_dict(run.config), sort_keys=False))
+    folder.write("precision.json", run.flow.to_json())
 
 
 def run_steps(session: Session) -> None:
@@ -107,12 +111,12 @@ def one_step(session: Session) -> dict[str, Any]:
     """
     run, progress = session.run, session.progress
     record = StepRecord(step=progress.next_step)
-    before = RolloutState.take([run.policy])
+    before = RolloutState.take(run.decoders)
     metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
     try:
         metrics |= train_step(run, session.optimizer, session.reference, progress, record)
     except StopRequested:
-        before.restore([run.policy])
+        before.restore(run.decoders)
         raise
     except Diverged as error:
         bounds = {"clip/low": progress.bounds.low, "clip/high": progress.bounds.high}

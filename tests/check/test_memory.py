@@ -6,7 +6,6 @@ from tiny_models import tiny_config, tiny_decoder
 from octavo.check.memory import estimate_memory
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import decoder_config
-from octavo.numerics.recipe import get_recipe
 from octavo.rollout.kv_cache import KVCache
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
@@ -23,10 +22,10 @@ def size(tensors):
 @pytest.mark.parametrize("tied", [False, True])
 def test_parts_are_the_bytes_of_a_decoder(family, recipe, tied):
     config = tiny_config(family, tie_word_embeddings=tied)
-    keep = ("lm_head", "embed_tokens", "layers.0.mlp.down_proj")
-    decoder = tiny_decoder(config, get_recipe(recipe, keep_bf16=keep))
-    run = from_dict(TrainConfig, BASE, "test")
-    estimate = estimate_memory(run, decoder_config(config), decoder.recipe)
+    precision = {"recipe": recipe, "keep_bf16": ["layers.0.mlp.down_proj"]}
+    run = from_dict(TrainConfig, {**BASE, "precision": precision}, "test")
+    decoder = tiny_decoder(config, run.precision.train_recipe())
+    estimate = estimate_memory(run, decoder_config(config), two_forwards=False)
     parameters = list(decoder.parameters())
     assert estimate.num_parameters == sum(p.numel() for p in parameters)
     assert estimate.parts["FP32 masters"] == size(parameters)
@@ -50,9 +49,23 @@ def test_parts_are_the_bytes_of_a_decoder(family, recipe, tied):
 
 
 def test_a_kl_penalty_adds_the_reference():
-    shape, recipe = decoder_config(tiny_config("llama")), get_recipe("block128")
-    plain = estimate_memory(from_dict(TrainConfig, BASE, "test"), shape, recipe)
+    shape = decoder_config(tiny_config("llama"))
+    plain = estimate_memory(from_dict(TrainConfig, BASE, "test"), shape, two_forwards=False)
     kl = {**BASE, "algorithm": {"kl": {"coefficient": 1e-3}}}
-    penalised = estimate_memory(from_dict(TrainConfig, kl, "test"), shape, recipe)
+    penalised = estimate_memory(from_dict(TrainConfig, kl, "test"), shape, two_forwards=False)
     assert penalised.total_bytes - plain.total_bytes == penalised.parts["reference model"]
     assert penalised.parts["reference model"] > plain.parts["FP32 masters"]
+
+
+def test_a_rollout_of_its_own_adds_its_bytes_and_sets_the_cache():
+    config = tiny_config("llama")
+    precision = {"recipe": "bf16", "rollout": {"recipe": "block128"}, "allow_mismatch": True}
+    run = from_dict(TrainConfig, {**BASE, "precision": precision}, "test")
+    estimate = estimate_memory(run, decoder_config(config), two_forwards=True)
+    twin = tiny_decoder(config, run.precision.rollout_recipe())
+    stored = [b for name, b in twin.named_buffers() if not name.endswith(("cos", "sin", "scale", "bias_hp"))]
+    twin._head_operand()
+    operands = [layer.weight_operand().values for layer in quantized_layers(twin)]
+    assert estimate.parts["the rollout's own bytes"] == size([*stored, *operands, twin._head[1].values])
+    same = from_dict(TrainConfig, {**BASE, "precision": {"recipe": "block128"}}, "test")
+    assert estimate.parts["KV cache"] == estimate_memory(same, decoder_config(config), False).parts["KV cache"]

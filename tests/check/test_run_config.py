@@ -40,6 +40,8 @@ PROBLEMS = {
     "no such device": ("device=foo", "device", "FAIL", "foo"),
     "no such model": ("model.path={tmp}/no", "model", "FAIL", "config.json"),
     "positions": ("rollout.max_completion_tokens=300", "model", "FAIL", "256 positions"),
+    "two forwards": ("precision.train=bf16", "precision flow", "FAIL", "allow_mismatch=true"),
+    "two forwards, allowed": ("precision={train: bf16, allow_mismatch: true}", "precision flow", "WARN", "not exact"),
     "pattern": ("precision.keep_bf16=[gate]", "model", "FAIL", "names no module"),
     "half of a fused weight": ("precision.keep_bf16=[q_proj]", "model", "FAIL", "all of them or none"),
     "no data": ("task={type: gsm8k, path: '{tmp}/data'}", "task", "FAIL", "train.jsonl"),

@@ -20,7 +20,7 @@ from linear_layers import (
 )
 
 from octavo.layers.linear import quantized_layers
-from octavo.numerics.recipe import get_recipe
+from octavo.numerics.recipe import FORWARD_ONLY, get_recipe
 
 # One weight: quantised once, in place.
 
@@ -231,3 +231,24 @@ def test_quantized_layers_and_their_description():
 def test_state_dict_holds_masters_only():
     # Bytes and scales are made from them, so a checkpoint cannot contradict itself.
     assert set(make_layer("rowwise", bias=True).state_dict()) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("name", FORWARD_ONLY)
+def test_a_forward_only_layer_is_the_forward_of_its_twin_and_has_no_backward(name):
+    layer = make_layer(FORWARD_ONLY[name])
+    twin = make_twin(layer, name)
+    x, _ = make_batch(layer, 9)
+    with torch.no_grad():
+        assert torch.equal(twin(x), layer(x)) and layer(x).abs().max() > 0.1
+    assert "dgrad_q" not in twin._buffers
+    with pytest.raises(AssertionError, match=name):
+        twin(x)
+
+
+def test_a_forward_without_gradient_saves_nothing(monkeypatch):
+    layer = make_layer("block128")
+    x, _ = make_batch(layer, 9)
+    with_gradient = layer(x)
+    monkeypatch.setattr(layer, "save_activation", lambda x: pytest.fail("an activation was saved"))
+    with torch.no_grad():
+        assert torch.equal(layer(x), with_gradient)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from octavo.numerics.recipe import RECIPE_NAMES, GemmRecipe, Recipe, get_recipe, names_module
+from octavo.numerics.recipe import FORWARD_ONLY, RECIPE_NAMES, GemmRecipe, Recipe, get_recipe, names_module
 
 TENSOR, ROW, COLUMN = (None, None), (1, None), (None, 1)
 ALONG_K, ALONG_T, SQUARE = (1, 128), (128, 1), (128, 128)
@@ -48,6 +48,14 @@ def test_recipe_is_its_row_of_the_table(name):
     assert recipe.quantizes is (fprop[1] is not None)
 
 
+@pytest.mark.parametrize("name", FORWARD_ONLY)
+def test_forward_only_recipes_have_the_fprop_of_one_that_trains_and_nothing_behind_it(name):
+    recipe, trains = get_recipe(name), get_recipe(FORWARD_ONLY[name])
+    assert recipe.fprop == trains.fprop and recipe.batch_invariant is trains.batch_invariant
+    assert recipe.forward_only and not trains.forward_only and recipe.quantizes
+    assert (recipe.dgrad, recipe.wgrad, recipe.saved_activations, recipe.kv_cache) == (None, None, None, "bf16")
+
+
 @every_recipe
 def test_recipes_are_frozen(name):
     recipe = get_recipe(name)
@@ -86,6 +94,7 @@ def test_changes_that_go_together():
         ("fp4", {}, "recipe 'fp4' does not exist; choose one of bf16, block128, rowwise, .*tensorwise_static, fp32"),
         ("block128", {"kv_cache": "fp32"}, r"kv_cache must be one of \('fp8', 'bf16'\).*'block128'; got 'fp32'"),
         ("block128", {"kv_cache": "int8"}, r"kv_cache must be one of \('fp8', 'bf16'\).*'block128'; got 'int8'"),
+        ("fp8_channel", {"saved_activations": "fp8"}, "'fp8_channel' has no backward.*got saved_activations='fp8'"),
         ("fp32", {"kv_cache": "fp8"}, r"kv_cache must be one of \('fp32',\).*'fp32'; got 'fp8'"),
         ("bf16", {"saved_activations": "fp8"}, "saved_activations='fp8' .*'bf16'.* Use 'bf16'"),
         ("fp32", {"saved_activations": "bf16"}, "saved_activations='bf16' .*'fp32'.* Use 'fp32'"),

@@ -31,7 +31,7 @@ MODELS = {
 }
 INVARIANT = [
     (name, kv)
-    for name in RECIPE_NAMES
+    for name in (*RECIPE_NAMES, "fp8_channel")
     if name != "tensorwise"
     for kv in (("fp32",) if name == "fp32" else ("bf16", "fp8"))
 ]

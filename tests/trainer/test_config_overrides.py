@@ -1,7 +1,7 @@
 """Overrides a.b=value on top of a file."""
 
 import pytest
-from run_configs import CISPO, FLOAT, INTEGER, Model, PPOClip, Run, message_of
+from run_configs import CISPO, FLOAT, INTEGER, Model, PPOClip, Run, Side, Sides, message_of
 
 from octavo.trainer.config_file import load_config
 
@@ -79,3 +79,31 @@ def test_an_override_that_cannot_be_used(write, override, expected):
 def test_the_last_override_of_a_key_is_blamed(write):
     message = message_of(load_config, Run, write(FILE), ["seed=a", "seed=b"])
     assert message.startswith("override 'seed=b': seed: wants an integer, got 'b'."), message
+
+
+@pytest.mark.parametrize(
+    "text, overrides, expected",
+    [
+        ("rollout: fp8\n", [], Sides(rollout=Side(recipe="fp8"))),
+        ("train: bf16\n", [], Sides(train=Side(recipe="bf16"))),
+        ("{}\n", ["rollout=fp8"], Sides(rollout=Side(recipe="fp8"))),
+        ("{}\n", ["rollout=fp8", "rollout.margin=2"], Sides(rollout=Side(recipe="fp8", margin=2.0))),
+        ("train: fp8\n", ["train.margin=2"], Sides(train=Side(recipe="fp8", margin=2.0))),
+        ("rollout: {margin: 2}\n", ["rollout.recipe=fp8"], Sides(rollout=Side(recipe="fp8", margin=2.0))),
+        ("rollout: {margin: 2}\n", ["rollout=fp8"], Sides(rollout=Side(recipe="fp8"))),  # the section is replaced
+    ],
+)
+def test_plain_text_is_a_sections_shorthand(write, text, overrides, expected):
+    assert load_config(Sides, write(text), overrides) == expected
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("rollout=fp4", "override 'rollout=fp4': rollout.recipe: wants one of 'fp8', 'bf16' or null, got 'fp4'. "),
+        ("rollout=8", "override 'rollout=8': rollout: wants a section, got 8. Write keys under it: recipe, margin."),
+        ("rollout.recipe.x=1", "override 'rollout.recipe.x=1': rollout.recipe is 'fp8', not a section. "),
+    ],
+)
+def test_a_shorthand_that_cannot_be_used(write, override, expected):
+    assert message_of(load_config, Sides, write("rollout: fp8\n"), [override]).startswith(expected)

@@ -1,0 +1,47 @@
+"""A run's precision flow against another's, and the keys of the configuration that differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from octavo.numerics.precision_flow import PrecisionFlow, lines
+from octavo.trainer.config import TrainConfig
+from octavo.trainer.config_file import load_config, to_dict
+from octavo.trainer.precision import declared_flow
+
+
+def against_lines(config: TrainConfig, flow: PrecisionFlow, other: Path) -> list[str]:
+    """What differs, a line each.
+
+    Args:
+        config, flow: of this run.
+        other: another run's YAML, or the precision.json that one left, which has no configuration to compare.
+
+    Raises:
+        ValueError: the file cannot be used.
+    """
+    found = []
+    if other.suffix == ".json":
+        try:
+            other_flow = PrecisionFlow.from_json(other.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"--against {other}: {error}") from error
+    else:
+        other_config = load_config(TrainConfig, other)
+        other_flow = declared_flow(other_config)
+        mine, its = _flat(to_dict(config)), _flat(to_dict(other_config))
+        differing = [key for key in dict.fromkeys([*mine, *its]) if mine.get(key) != its.get(key)]
+        found.append(f"{len(differing)} keys differ from {other}, this / other:")
+        found += [f"  {key}: {mine.get(key)} / {its.get(key)}" for key in differing]
+    edges = lines(flow.diff(other_flow), roles=True)
+    found.append(f"{len(edges)} groups of modules differ from {other}, this / other:")
+    return found + [f"  {line}" for line in edges]
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections -> dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

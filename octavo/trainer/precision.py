@@ -1,0 +1,67 @@
+"""The precision flow of a run: declared by its configuration, held to the live policy and engine before step 0."""
+
+from __future__ import annotations
+
+from octavo.kernels.attention import StoredKV
+from octavo.models.config import read_config
+from octavo.models.decoder import Decoder
+from octavo.models.modules import decoder_modules
+from octavo.models.observed import LiveCache, check_observed, packed_cache
+from octavo.numerics.flow_edges import declare_flow
+from octavo.numerics.precision_flow import PrecisionFlow, lines
+from octavo.rollout.engine import Engine
+from octavo.rollout.kv_cache import KVCache
+from octavo.trainer.config import TrainConfig
+
+
+def declared_flow(config: TrainConfig) -> PrecisionFlow:
+    """The flow that a configuration declares, from it and the model's config.json alone.
+
+    Raises:
+        ValueError: the model's config is missing or not supported, or `keep_bf16` does not fit it.
+    """
+    shape, _ = read_config(config.model.path)
+    return declare_flow(
+        decoder_modules(shape),
+        rollout=config.precision.rollout_recipe(),
+        train=config.precision.train_recipe(),
+        reference=config.algorithm.kl.coefficient != 0.0,
+    )
+
+
+def check_live(flow: PrecisionFlow, policy: Decoder, engine: Engine) -> None:
+    """Hold what will run to the declared flow.
+
+    Raises:
+        ValueError: an edge is not as declared, or the engine reads other masters than the policy.
+    """
+    check_observed(flow.graph("train"), policy, packed_cache(policy))
+    check_observed(flow.graph("rollout"), engine.decoder, engine_cache(engine.cache))
+    masters = dict(engine.decoder.named_parameters())
+    for name, parameter in policy.named_parameters():
+        if masters[name] is not parameter:
+            raise ValueError(
+                f"the engine reads other masters than the policy trains, the first is {name}. Build it on the policy "
+                f"or on policy.with_recipe(...)"
+            )
+
+
+def engine_cache(cache: KVCache) -> LiveCache:
+    """The first slot of the engine's cache."""
+    k, v = (
+        StoredKV(values[0, :1], None if scale is None else scale[0, :1])
+        for values, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+    )
+    return LiveCache(cache.kv_format, k, v)
+
+
+def flow_lines(flow: PrecisionFlow) -> list[str]:
+    """What a run says of its flow before step 0: one line, and one per group of modules that differ."""
+    projections = [node for node in flow.graph("train").nodes if node.kind == "projection"]
+    num_fp8 = sum(not node.kept for node in projections)
+    found = lines(flow.differences())
+    forward = "rollout / training are two forwards:" if found else "rollout and training are one forward"
+    return [
+        f"precision flow (declared = found): {num_fp8} of {len(projections)} projections train in FP8; {forward}",
+        *(f"  {line}" for line in found),
+    ]
