@@ -15,6 +15,7 @@ from octavo.tasks.arithmetic import ArithmeticConfig
 from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.optimizer import OptimizerConfig
+from octavo.trainer.trackers import TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         rollout, trainer = self.rollout, self.trainer

@@ -20,11 +20,13 @@ from octavo.rl.losses import clip_metrics, kl_estimate, ppo_clip, reduce_loss
 from octavo.rl.mismatch import amplification, mismatch_metrics, overclip_metrics, tis_weights
 from octavo.rollout.engine import Completion
 from octavo.trainer.config import TrainConfig
+from octavo.trainer.config_file import to_dict
 from octavo.trainer.evaluation import evaluate
 from octavo.trainer.metrics import Display, StepClock
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import packed_logprobs
 from octavo.trainer.run import TRAINING, EncodedProblem, Run, load_reference, load_run, make_optimizer, open_output
+from octavo.trainer.trackers import Trackers
 
 
 def train(config: TrainConfig, display: Display) -> Path:
@@ -33,10 +35,12 @@ def train(config: TrainConfig, display: Display) -> Path:
     Returns:
         The run's folder: config.yaml, metrics.jsonl, and model/, a Hugging Face folder.
     """
+    config.tracking.check()
     run = load_run(config, display)
     reference = load_reference(config)
     optimizer = make_optimizer(run)
     metrics_file = open_output(config, run.policy)
+    trackers = Trackers(Path(config.output_dir), config.tracking, to_dict(config), display)
     pool: list[CalibrationStatistics] = []
     interval, num_steps = config.evaluation.interval, config.trainer.num_steps
     first = evaluate(run) if interval else {}
@@ -53,7 +57,9 @@ def train(config: TrainConfig, display: Display) -> Path:
             metrics |= {key.replace("eval/", "eval/initial_"): value for key, value in first.items()}
         metrics |= clock.finish()
         metrics_file.append(metrics)
+        trackers.log(step, metrics)
         display.step(metrics, num_steps)
+    trackers.close()
     save_decoder(run.policy, Path(config.output_dir) / "model", config.model.path)
     return Path(config.output_dir)
 
