@@ -1,4 +1,4 @@
-"""The command line: octavo train | evaluate | generate."""
+"""The command line: octavo train | evaluate | generate | report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 
 from octavo import __version__
 from octavo.tasks.prompts import ChatTemplate
+from octavo.trainer.files import check_output, write_whole
 
 # Read when torch is loaded, so it stands before any import of it. Threads that spin long while they wait starve each
 # other beside a busy process: a step of the demo took 45 s instead of 3.5 s. Alone it takes 1.8 s either way.
@@ -66,7 +67,7 @@ def evaluate(
         check_output(output)
     metrics, samples = evaluate_with_samples(load_run(settings, Display()))
     if output is not None:
-        write_lines(output, samples)
+        write_whole(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
     print(json.dumps(metrics))
 
 
@@ -107,30 +108,17 @@ def generate(
             print(f"  [{len(completion.tokens)} tokens, {completion.finish_reason}, mean logprob {mean:.3f}]")
 
 
-def check_output(path: Path) -> None:
-    """Refuse what could not be written, before any work.
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs: their output_dir.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The page; default RUN/report.html, or ./report.html for several runs.")
+    ] = None,
+) -> None:
+    """Write one HTML file on a run, finished or not, or on several side by side."""
+    from octavo.report.page import write_report
 
-    Raises:
-        ValueError: its folder is missing, or it is no regular file.
-    """
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--output {path} lies in a folder that does not exist. Make it, or give another file")
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise ValueError(f"--output {path} is a link, folder or device, and would be replaced. Give a plain file")
-
-
-def write_lines(path: Path, rows: list[dict]) -> None:
-    """Write JSON lines, whole or not at all.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ValueError(f"--output {path} cannot be written: {error.strerror}") from error
+    print(f"done: {write_report(runs, output)}")
 
 
 @app.callback(invoke_without_command=True)

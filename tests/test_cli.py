@@ -66,6 +66,24 @@ def test_generate_prints_what_the_model_says(monkeypatch, capsys):
     assert "tokens" in lines[1] and "mean logprob" in lines[1]
 
 
+def test_report_writes_a_page_on_a_run(config, monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "train", config) == 0
+    assert run(monkeypatch, "report", tmp_path / "run") == 0
+    assert capsys.readouterr().out.endswith(f"done: {tmp_path}/run/report.html\n")
+    page = (tmp_path / "run/report.html").read_text()
+    assert "<td>finished</td>" in page and "exactly 0 on all 1 steps." in page and "<td>1 of 1</td>" in page
+
+
+def test_report_of_what_is_no_run_is_one_line(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "report", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"octavo: {tmp_path} is no run") and error.count("\n") == 1
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    for output in (tmp_path, tmp_path / "no/folder/x.html"):
+        assert run(monkeypatch, "report", tmp_path, "--output", output) == 2
+        assert str(output) in capsys.readouterr().err
+
+
 MISTAKES = {
     "unknown key": ("rollout.top_pp=0.9", ["rollout.top_pp", "0.9", "sampling"]),
     "unknown key, near miss": ("optimizer.lrr=1e-6", ["optimizer.lrr", "Did you mean lr?"]),
@@ -100,6 +118,8 @@ MISTAKES = {
     "a device without numbers": ("device=meta", ["device='meta'", "cpu"]),
     "no output folder": ("output_dir=", ["output_dir is empty"]),
     "broken generation config": ("model.path={broken}", ["generation_config.json", "stop tokens"]),
+    "wandb is not installed": ("tracking.wandb_project=mine", ["tracking.wandb_project='mine'", "octavo[wandb]"]),
+    "wandb run without project": ("tracking.wandb_name=x", ["tracking", "wandb_name='x'", "wandb_project"]),
     "output is a file": ("output_dir={file}/run", ["output_dir", "cannot be written"]),
 }
 
@@ -107,6 +127,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_line_that_names_it_and_exit_code_2(mistake, config, monkeypatch, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
     override, wanted = MISTAKES[mistake]
     override = override.replace("{empty}", str(tmp_path / "empty")).replace("{file}", str(config))
     if "{broken}" in override:

@@ -7,8 +7,11 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 
-FLOORS = ("numerics", "kernels", "layers", "models", "rollout", "tasks", "rl", "trainer", "plugins", "cli")  # upwards
-OPTIONAL_PACKAGES = {"datasets", "vllm", "verl", "ray", "triton", "torchao"}
+FLOORS = (  # upwards
+    *("numerics", "kernels", "layers", "models", "rollout", "tasks", "rl"),
+    *("trainer", "report", "plugins", "cli"),
+)
+OPTIONAL_PACKAGES = {"datasets", "vllm", "verl", "ray", "triton", "torchao", "wandb"}
 MAX_LINES = 400
 
 SOURCES = {path.relative_to(REPO).as_posix(): path for path in sorted((REPO / "octavo").rglob("*.py"))}
