@@ -1,4 +1,4 @@
-"""The command line: octavo train | evaluate | generate | describe | check."""
+"""The command line: octavo train | evaluate | generate | describe | check | report."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from octavo import __version__
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.completion import complete_config, complete_override
+from octavo.trainer.files import check_output, write_whole
 
 # Read when torch is loaded, so it stands before any import of it. Threads that spin long while they wait starve each
 # other beside a busy process: a step of the demo took 45 s instead of 3.5 s. Alone it takes 1.8 s either way.
@@ -245,21 +246,24 @@ def describe(
     else:
         print_flow(flow, settings.precision.allow_mismatch)
     if json_file is not None and not to_stdout:
-        json_file.write_text(flow.to_json(), encoding="utf-8")
+        write_whole(json_file, flow.to_json())
     for line in differing:
         print(line, file=sys.stderr if to_stdout else sys.stdout)
 
 
-def check_output(path: Path, option: str = "--output") -> None:
-    """Refuse what could not be written, before any work.
+@app.command(
+    epilog=examples("octavo report runs/demo", "octavo report runs/a runs/b --output compared.html"),
+)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs: their output_dir.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The page; default RUN/report.html, or ./report.html for several runs.")
+    ] = None,
+) -> None:
+    """Write one HTML file on a run, finished or not, or on several side by side."""
+    from octavo.report.page import write_report
 
-    Raises:
-        ValueError: its folder is missing, or it is no regular file.
-    """
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path} lies in a folder that does not exist. Make it, or give another file")
-    if path.is_symlink() or path.exists() and not path.is_file():
-        raise ValueError(f"{option} {path} is a link, folder or device, and would be replaced. Give a plain file")
+    print(f"done: {write_report(runs, output)}")
 
 
 @app.callback(invoke_without_command=True)

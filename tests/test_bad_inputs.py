@@ -20,6 +20,11 @@ OVERRIDES = {  # of a config that works: the override, what the line must say
     "no equals sign": ("trainer.num_steps", ["trainer.num_steps", "="]),
     "unknown recipe": ("precision.recipe=fp4", ["precision.recipe", "fp4", "block128"]),
     "kv_cache of another recipe": ("precision.kv_cache=fp32", ["kv_cache", "fp32", "bf16"]),
+    "wandb is not installed": (
+        "tracking.wandb_project=mine",
+        ["tracking.wandb_project='mine'", "octavo[wandb]"],
+    ),
+    "a name without a project": ("tracking.wandb_name=mine", ["wandb_name='mine'", "wandb_project"]),
     "two forwards": (
         "precision={rollout: block128, train: bf16}",
         ["q_proj", "fprop W e4m3 128x128 / bf16", "precision.allow_mismatch=true"],

@@ -56,6 +56,24 @@ def test_generate_prints_what_the_model_says(monkeypatch, capsys):
     assert "tokens" in lines[1] and "mean logprob" in lines[1]
 
 
+def test_report_writes_a_page_on_a_run(config, monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "train", config) == 0
+    assert run(monkeypatch, "report", tmp_path / "run") == 0
+    assert capsys.readouterr().out.endswith(f"done: {tmp_path}/run/report.html\n")
+    page = (tmp_path / "run/report.html").read_text()
+    assert "<td>finished</td>" in page and "exactly 0 on all 1 steps." in page and "<td>1 of 1</td>" in page
+
+
+def test_report_of_what_is_no_run_is_one_line(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "report", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"octavo: {tmp_path} is no run") and error.count("\n") == 1
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    for output in (tmp_path, tmp_path / "no/folder/x.html"):
+        assert run(monkeypatch, "report", tmp_path, "--output", output) == 2
+        assert str(output) in capsys.readouterr().err
+
+
 def test_a_folder_that_no_run_left_is_not_touched(config, monkeypatch, capsys, tmp_path):
     precious = tmp_path / "mine/model/thesis.txt"
     precious.parent.mkdir(parents=True)

@@ -102,3 +102,16 @@ def train_quietly(config: TrainConfig, log: Path, **options: bool) -> None:
     """`train`, its lines appended to a file."""
     with log.open("a") as file:
         train(config, Display(Console(file=file, width=200)), **options)
+
+
+def signal_at(monkeypatch, owner, name, call, number):
+    """Send this process a signal at a call of owner.name."""
+    original, left = getattr(owner, name), [call]
+
+    def signalling(*arguments, **keywords):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), number)
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, signalling)

@@ -17,6 +17,7 @@ from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.checkpoint import CheckpointConfig
 from octavo.trainer.optimizer import OptimizerConfig
+from octavo.trainer.trackers import TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +228,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         rollout, trainer = self.rollout, self.trainer

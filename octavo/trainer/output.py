@@ -21,6 +21,7 @@ import yaml
 
 from octavo.trainer.checkpoint import FOLDER as CHECKPOINTS
 from octavo.trainer.config import TrainConfig
+from octavo.trainer.files import write_whole
 
 MASTER_AND_MOMENTS_BYTES = 12
 """Of a parameter in a checkpoint: FP32 master and two FP32 moments."""
@@ -175,17 +176,8 @@ class RunFolder:
             ) from error
 
     def write(self, name: str, text: str) -> None:
-        """Replace a file of the folder, whole.
-
-        Raises:
-            ValueError: it cannot be written.
-        """
-        try:
-            partial = self.path / f"{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self.path / name)
-        except OSError as error:
-            raise ValueError(f"{self.path / name} cannot be written: {error.strerror}. Make room") from error
+        """Replace a file of the folder, whole; ValueError when it cannot be written."""
+        write_whole(self.path / name, text)
 
     def read_config(self) -> Any:
         """config.yaml as dicts and lists.

@@ -28,7 +28,7 @@ from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress
 from octavo.trainer.run import Run, problems_fingerprint
 
-FREE_TO_CHANGE = ("output_dir", "overwrite", "checkpoint")
+FREE_TO_CHANGE = ("output_dir", "overwrite", "checkpoint", "tracking")
 """Keys and sections that change no number of a run, so a resume may have others without asking."""
 
 

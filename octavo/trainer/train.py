@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress, RolloutState
 from octavo.trainer.resume import ResumePoint, Session, find_resume_point
 from octavo.trainer.run import load_reference, load_run, make_optimizer
+from octavo.trainer.trackers import Trackers
 
 
 def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_changes: bool = False) -> Path:
@@ -37,6 +39,7 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
         ValueError: something is missing or does not fit, the run diverged, or its end does not fit on the disk.
         Interrupted: Ctrl-C or SIGTERM; the run is saved.
     """
+    config.tracking.check()
     with RunFolder(config.output_dir) as folder:
         point = find_resume_point(folder, config, allow_changes) if resume else None
         if not resume:
@@ -50,9 +53,11 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
             progress=Progress(bounds=config.start_bounds()),
         )
         open_folder(session, point, resume, allow_changes)
-        with run.interrupts:
+        start_step = session.progress.next_step - (session.progress.pending is not None)
+        trackers = Trackers(folder.path, config.tracking, to_dict(config), display, start_step)
+        with run.interrupts, closing(trackers):
             try:
-                run_steps(session)
+                run_steps(session, trackers)
                 write_model(session)
             except StopRequested:
                 raise interrupted(session) from None
@@ -74,7 +79,7 @@ def open_folder(session: Session, point: ResumePoint | None, resume: bool, allow
     folder.write("precision.json", run.flow.to_json())
 
 
-def run_steps(session: Session) -> None:
+def run_steps(session: Session, trackers: Trackers) -> None:
     """Evaluate, then step, evaluate, log and save until all steps are done.
 
     Raises:
@@ -95,7 +100,7 @@ def run_steps(session: Session) -> None:
         improved = False
         if interval and (progress.next_step % interval == 0 or progress.next_step == num_steps):
             improved = evaluate_pending(session)
-        write_pending(session)
+        write_pending(session, trackers)
         save_if_due(session, improved)
 
 
@@ -140,16 +145,17 @@ def evaluate_pending(session: Session) -> bool:
     return improved
 
 
-def write_pending(session: Session) -> None:
+def write_pending(session: Session, trackers: Trackers) -> None:
     """Log the step. What a full disk refuses waits in memory, and training goes on."""
     folder, progress, display = session.folder, session.progress, session.run.display
     assert progress.pending is not None
-    metrics = progress.pending["metrics"]
-    for file, rows in ((folder.metrics, [metrics]), (folder.samples, progress.pending["samples"])):
+    metrics, samples = progress.pending["metrics"], progress.pending["samples"]
+    for file, rows in ((folder.metrics, [metrics]), (folder.samples, samples)):
         try:
             file.extend([{"step": metrics["step"], **row} for row in rows])
         except OSError as error:
             display.line(f"warning: {file.path} cannot be written now ({error.strerror}); its lines wait in memory")
+    trackers.log(metrics["step"], metrics, samples)
     progress.pending = None
     display.step(metrics, session.run.config.trainer.num_steps)
 

@@ -15,9 +15,9 @@ from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
-from octavo.trainer.loop import train
 from octavo.trainer.metrics import Display
 from octavo.trainer.policy import packed_logprobs
+from octavo.trainer.train import train
 
 REPO = Path(__file__).resolve().parents[2]
 TINY_MODEL = REPO / "examples/tiny/model"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from training_runs import in_a_child, read_lines, same_run, tiny_config, train_quietly
+from training_runs import in_a_child, read_lines, same_run, signal_at, tiny_config, train_quietly
 
 from octavo.rollout.engine import Engine
 from octavo.trainer import loop, train
@@ -39,19 +39,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     run(resumable(folder))
     return folder
-
-
-def signal_at(monkeypatch, owner, name, call, number):
-    """Send this process a signal at a call of owner.name."""
-    original, left = getattr(owner, name), [call]
-
-    def signalling(*arguments, **keywords):
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), number)
-        return original(*arguments, **keywords)
-
-    monkeypatch.setattr(owner, name, signalling)
 
 
 @pytest.mark.parametrize(

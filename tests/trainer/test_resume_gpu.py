@@ -1,0 +1,26 @@
+"""Resume to the bit on a GPU: the backward's sums must not depend on the order in which threads come."""
+
+import signal
+
+import pytest
+from training_runs import same_run, signal_at, tiny_config, train_quietly
+
+from octavo.trainer.checkpoint import list_checkpoints
+from octavo.trainer.interrupt import Interrupted
+from octavo.trainer.optimizer import Optimizer
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("recipe", ["block128", "tensorwise_static", "bf16"])
+def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(recipe, tmp_path, monkeypatch):
+    settings = {"device": "cuda", "precision__recipe": recipe, "optimizer__lr": 2e-4, "evaluation__interval": 2}
+    config = tiny_config(tmp_path / "stopped", **settings)
+    with monkeypatch.context() as patch:
+        signal_at(patch, Optimizer, "step", 3, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            train_quietly(config, tmp_path / "log")
+    assert [path.name for path in list_checkpoints(tmp_path / "stopped")] == ["step_000002-before-evaluation"]
+    train_quietly(config, tmp_path / "log", resume=True)
+    train_quietly(tiny_config(tmp_path / "whole", **settings), tmp_path / "log")
+    same_run(tmp_path / "stopped", tmp_path / "whole")
