@@ -208,6 +208,8 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (tokens,) = ctx.saved_tensors
         grad = torch.zeros(ctx.shape, dtype=torch.float32, device=tokens.device)
+        if grad.is_cuda:  # sorts first: index_add_ there adds a token's rows in whatever order threads come
+            return grad.index_put_((tokens,), grads[0].float(), accumulate=True), None, None
         return grad.index_add_(0, tokens, grads[0].float()), None, None
 
 
