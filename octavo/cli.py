@@ -1,4 +1,4 @@
-"""The command line: octavo train | evaluate | generate | describe | check | report."""
+"""The command line: octavo train | evaluate | generate | describe | check | report | export."""
 
 from __future__ import annotations
 
@@ -264,6 +264,23 @@ def report(
     from octavo.report.page import write_report
 
     print(f"done: {write_report(runs, output)}")
+
+
+@app.command(
+    epilog=examples(
+        "octavo export runs/demo exported",
+        "octavo export runs/demo exported --checkpoint step_000020",
+    )
+)
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: its output_dir.")],
+    output: Annotated[Path, typer.Argument(metavar="FOLDER", help="Model folder to make.")],
+    checkpoint: Annotated[str, typer.Option(help="best, newest, or a name, as step_000020.")] = "best",
+) -> None:
+    """Write a checkpoint of a run as a Hugging Face folder in BF16."""
+    from octavo.trainer.export import export_checkpoint
+
+    print(f"done: {output}, from {export_checkpoint(run, output, checkpoint)}")
 
 
 @app.callback(invoke_without_command=True)
