@@ -93,7 +93,7 @@ def checkpoint_name(step: int, before_evaluation: bool = False) -> str:
 
 
 def write_checkpoint(path: Path, groups: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all. One of that name that is there already is replaced.
+    """Write a checkpoint, whole or not at all.
 
     Args:
         path: RUN/checkpoints/NAME.
@@ -101,7 +101,7 @@ def write_checkpoint(path: Path, groups: Mapping[str, Mapping[str, Tensor]], sta
         state: what JSON can hold; floats come back to the bit.
 
     Raises:
-        OSError: the disk is full or broken; nothing that was there is lost.
+        OSError: the disk is full or broken, or one of that name is there; nothing that was there is lost.
     """
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -119,12 +119,10 @@ def write_checkpoint(path: Path, groups: Mapping[str, Mapping[str, Tensor]], sta
         (partial / "manifest.json").write_text(text, encoding="utf-8")
         _sync(partial / "manifest.json")
         _sync(partial)
+        partial.rename(path)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if path.exists():
-        _remove(path)
-    partial.rename(path)
     _sync(path.parent)
 
 
@@ -146,12 +144,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"{path} has format {version}, and this octavo reads {FORMAT}: use the octavo that wrote it")
     for name, (size, digest) in expected.items():
         file = path / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing")
-        if file.stat().st_size != size:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes instead of {size}")
-        if _sha256(file) != digest:
-            raise ValueError(f"{file} is damaged: its SHA-256 is not the manifest's")
+        try:
+            if not file.is_file():
+                raise ValueError(f"{file} is missing")
+            if file.stat().st_size != size:
+                raise ValueError(f"{file} has {file.stat().st_size} bytes instead of {size}")
+            if _sha256(file) != digest:
+                raise ValueError(f"{file} is damaged: its SHA-256 is not the manifest's")
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     if "state.json" not in expected:
         raise ValueError(f"{path / 'manifest.json'} names no state.json")
     return Checkpoint(path=path, state=json.loads((path / "state.json").read_bytes()))

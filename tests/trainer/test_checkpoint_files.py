@@ -77,13 +77,15 @@ def test_checkpoints_are_listed_by_step_and_pruned_to_the_last_and_the_best(tmp_
 def test_a_write_that_fails_leaves_the_earlier_one_and_no_rest(tmp_path, monkeypatch):
     path = tmp_path / "step_000001"
     write_checkpoint(path, tensors(), STATE)
+    with pytest.raises(OSError, match="not empty"):
+        write_checkpoint(path, tensors(), {"other": 1})
 
     def full(file):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_sync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(path, tensors(), {"other": 1})
+        write_checkpoint(tmp_path / "step_000002", tensors(), {"other": 1})
     assert read_checkpoint(path).state == STATE
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
