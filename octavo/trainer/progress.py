@@ -115,9 +115,9 @@ def environment(device: str) -> dict[str, str]:
 
 
 def weights_fingerprint(module: nn.Module) -> str:
-    """Hash of all parameters' names, shapes and bits; one pass over memory on their own device."""
+    """Hash of all parameters' names, shapes and bits."""
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
-        rows = torch.hash_tensor(parameter.detach(), dim=-1)  # XOR within a row, SHA-256 over the rows
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + rows.cpu().numpy().tobytes())
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

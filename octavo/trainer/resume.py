@@ -26,7 +26,7 @@ from octavo.trainer.metrics import StepClock
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress
-from octavo.trainer.run import Run, problems_fingerprint
+from octavo.trainer.run import Run, model_fingerprint, problems_fingerprint
 
 FREE_TO_CHANGE = ("output_dir", "overwrite", "checkpoint", "tracking")
 """Keys and sections that change no number of a run, so a resume may have others without asking."""
@@ -184,7 +184,11 @@ class Session:
     def _fingerprints(self) -> dict[str, str]:
         """Of what the checkpoint does not hold and the run depends on."""
         reference = None if self.reference is None else state_of.weights_fingerprint(self.reference)
-        return {"problems": problems_fingerprint(self.run), "reference weights": reference or "none"}
+        return {
+            "problems": problems_fingerprint(self.run),
+            "model numbers": model_fingerprint(self.run),
+            "reference weights": reference or "none",
+        }
 
 
 def _refuse(changes: list[str], path: Path, allow_changes: bool) -> None:

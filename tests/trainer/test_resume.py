@@ -253,19 +253,31 @@ def test_a_disk_that_refuses_checkpoints_does_not_stop_the_run(whole, tmp_path):
         ("gradient", "gradient of optimiser step 2", "layers.1.down_proj.weight"),
         ("weight", "weight after optimiser step 2", "layers.0.qkv_proj.weight"),
         ("rollout", "rollout", "layers.0.o_proj.weight"),
+        ("old", "loss of microbatch 0", "old_logprobs"),
+        ("evaluation", "evaluation", "norm.weight"),
     ],
 )
 def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
     broken, where, tensor, whole, tmp_path, monkeypatch
 ):
-    config = resumable(tmp_path / "run", evaluation__interval=0)
+    config = resumable(tmp_path / "run", evaluation__interval=2 if broken == "evaluation" else 0)
     steps, annotate, sample, step = [0], loop.annotate, loop.sample, Optimizer.step
+    evaluate_pending = train.evaluate_pending
 
     def break_batch(run, reference, mini_batch):
         steps[0] += 1
         if broken == "loss" and steps[0] == 3:
             mini_batch.microbatches[0].advantages[-1] = torch.nan
-        return annotate(run, reference, mini_batch)
+        annotated = annotate(run, reference, mini_batch)
+        if broken == "old" and steps[0] == 3:
+            first = annotated.microbatches[0]
+            first.old_logprobs[first.loss_mask] = torch.nan
+        return annotated
+
+    def break_evaluation(session):
+        session.run.policy.norm.weight.data[0] = torch.nan
+        session.run.policy.requantize_()
+        return evaluate_pending(session)
 
     def break_rollout(run, problems, step):
         if broken == "rollout" and step == 1:
@@ -283,14 +295,16 @@ def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
 
     monkeypatch.setattr(loop, "annotate", break_batch)
     monkeypatch.setattr(loop, "sample", break_rollout)
+    if broken == "evaluation":
+        monkeypatch.setattr(train, "evaluate_pending", break_evaluation)
     monkeypatch.setattr(Optimizer, "step", break_update)
     with pytest.raises(ValueError, match=f"step 1.*{where}.*{tensor}.*failure.*--resume") as error:
         run(config)
     assert "\n" not in str(error.value)
     diagnosis = json.loads((tmp_path / "run/failure/diagnosis.json").read_text())
-    assert diagnosis["step"] == 1 and len(diagnosis["prompts"]) == 4
+    assert diagnosis["step"] == 1 and len(diagnosis["prompts"]) == (0 if broken == "evaluation" else 4)
     assert [(item["name"], item["num_nan"] + item["num_inf"]) for item in diagnosis["broken"]][0][0] == tensor
-    assert (tmp_path / "run/failure/batch.safetensors").exists() == (broken != "rollout")
+    assert (tmp_path / "run/failure/batch.safetensors").exists() == (broken not in ("rollout", "evaluation"))
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_000001"]
     monkeypatch.undo()
     run(config, resume=True)
