@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2
 """Of the folder; another number is refused."""
 SHARD_BYTES = 4 * 2**30
 """Most bytes of tensors in one file, and so the memory that writing them takes beside the tensors."""
@@ -80,11 +80,14 @@ class Checkpoint:
                 wanted = "nothing of that name" if target is None else f"{target.dtype} {tuple(target.shape)}"
                 raise ValueError(
                     f"{self.path} holds {name} as {tensor.dtype} {tuple(tensor.shape)}, and this run has {wanted}: it "
-                    f"was left by another model. Give the model.path of the run"
+                    f"was left by another model or recipe. Give model.path and precision as the run had them"
                 )
             target.copy_(tensor)
         if missing:
-            raise ValueError(f"{self.path} has no {next(iter(missing))!r}: it was left by another model or recipe")
+            raise ValueError(
+                f"{self.path} has no {next(iter(missing))!r}: it was left by another model or recipe. Give model.path "
+                f"and precision as the run had them"
+            )
 
 
 def checkpoint_name(step: int, before_evaluation: bool = False) -> str:

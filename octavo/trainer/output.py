@@ -84,9 +84,9 @@ class JsonLines:
             try:
                 while data:
                     data = data[file.write(data) :]
-            except OSError:
+            except OSError as error:
                 file.truncate(size)
-                raise
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._waiting.clear()
 
     def cut(self, size: int) -> bool:

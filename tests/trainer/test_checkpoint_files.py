@@ -59,7 +59,7 @@ def test_another_format_is_refused_by_its_number(tmp_path):
     write_checkpoint(path, tensors(), STATE)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(ValueError, match="has format 99, and this octavo reads 1"):
+    with pytest.raises(ValueError, match="has format 99, and this octavo reads 2"):
         read_checkpoint(path)
 
 

@@ -1,9 +1,25 @@
-"""Fingerprints: other weights have another, whatever changed."""
+"""Random states come back through JSON; other weights have another fingerprint, whatever changed."""
 
+import json
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from octavo.trainer.progress import weights_fingerprint
+from octavo.trainer.progress import random_states_to_json, restore_random_states, weights_fingerprint
+
+
+def test_random_states_come_back_through_json():
+    def draw():
+        return random.gauss(0, 1), random.random(), np.random.normal(), np.random.rand(), torch.rand(()).item()
+
+    draw()  # leaves half a pair of normal numbers in the states
+    states = json.loads(json.dumps(random_states_to_json()))
+    drawn = draw()
+    assert draw() != drawn
+    restore_random_states(states)
+    assert draw() == drawn
 
 
 @pytest.mark.parametrize(
