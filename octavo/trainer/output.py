@@ -246,9 +246,10 @@ class RunFolder:
             f"{num_checkpoints} checkpoints {checkpoint_bytes / 1e6:.0f} MB"
         )
         if free < 1.05 * needed:
+            best = ", one for the best" * config.checkpoint.keep_best
             raise ValueError(
                 f"output_dir={str(self.path)!r} has {sizes} (checkpoint.keep_last={config.checkpoint.keep_last}, one "
-                f"for the new, one for the best). Make room, keep fewer, or give another"
+                f"for the new{best}). Make room, keep fewer, or give another"
             )
         return sizes
 

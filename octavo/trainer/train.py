@@ -193,7 +193,7 @@ def interrupted(session: Session) -> Interrupted:
     try:
         state = f"saved in {session.folder.checkpoints / session.save()}"
     except OSError as error:
-        state = f"not saved ({error.strerror}), so an earlier checkpoint is the newest"
+        state = f"not saved ({error.strerror}), so what came after the newest checkpoint will be done again"
     return Interrupted(
         f"stopped after {step} of {config.trainer.num_steps} steps, {state}; the same command with --resume goes on",
         signal_number,

@@ -378,3 +378,17 @@ def test_a_checkpoint_file_that_cannot_be_read_is_damage(whole, tmp_path, monkey
     assert checkpoint.newest_checkpoint(tmp_path / "run")[0].path == good
     (line,) = checkpoint.newest_checkpoint(tmp_path / "run")[1]
     assert line == f"{newest}/optimizer-00000.safetensors cannot be read: Input/output error"
+
+
+def test_a_model_that_the_disk_refuses_is_said_with_what_to_do(whole, tmp_path):
+    def limited():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
+        with pytest.raises(ValueError, match="end of the run could not be written .*File too large.*--resume goes on"):
+            run(resumable(tmp_path / "run"), resume=True)
+
+    shutil.copytree(whole, tmp_path / "run")
+    model = (tmp_path / "run/model/model.safetensors").read_bytes()
+    assert in_a_child(limited) == 0
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == model
+    assert not (tmp_path / "run/model.partial").exists()
