@@ -89,12 +89,13 @@ def train(
     from octavo.trainer.train import train as run_training
 
     settings = load_config(TrainConfig, config, overrides or [])
+    display = Display()
     try:
-        folder = run_training(settings, Display(), resume=resume, allow_changes=allow_changes)
+        folder = run_training(settings, display, resume=resume, allow_changes=allow_changes)
     except Interrupted as stop:
         print(f"octavo: {stop}", file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None
-    print(f"done: {folder / 'metrics.jsonl'}, {folder / 'model'}")
+    display.line(f"done: {folder / 'metrics.jsonl'}, {folder / 'model'}")
 
 
 @app.command(

@@ -157,6 +157,7 @@ def break_every_checkpoint(run):
 
 def run_without_config(run):
     shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "model")
     (run / "config.yaml").unlink()
 
 

@@ -95,30 +95,19 @@ def save_decoder(decoder: Decoder, path: str | Path, source: str | Path, max_sha
 
     Raises:
         ValueError: path holds something that is not a model, or the files of `source` are gone.
+        OSError: the disk is full or broken; a model that was there is as it was.
     """
     path = Path(path)
     if path.exists() and not (path / "config.json").is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"{path} exists and is not a model folder, so it is not replaced; give another")
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    state = {name: tensor.detach().to("cpu", decoder.dtype).contiguous() for name, tensor in _tensors(decoder)}
-    split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
-    for filename, names in split.filename_to_tensors.items():
-        try:
-            save_file({name: state[name] for name in names}, partial / filename, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise ValueError(f"{partial / filename} cannot be written: {error}; {path} is as it was") from error
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    hf_config = copy.deepcopy(decoder.hf_config)
-    hf_config.dtype = decoder.dtype
-    hf_config.save_pretrained(partial)
-    folder = _folder(source)
-    for pattern in KEPT_FILES:
-        for file in folder.glob(pattern):
-            shutil.copy2(file, partial / file.name)
+    try:
+        partial.mkdir(parents=True)
+        _write_folder(decoder, partial, source, max_shard_size)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     replaced = path.with_name(path.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():
@@ -140,6 +129,25 @@ def dither_masters_(decoder: Decoder, seed: int) -> None:
         moved = bf16.float() + noise * step
         stays = (bf16 == 0.0) | (moved.bfloat16() != bf16)  # zeros keep their sign
         tensor.copy_(torch.where(stays, bf16.float(), moved))
+
+
+def _write_folder(decoder: Decoder, folder: Path, source: str | Path, max_shard_size: str) -> None:
+    state = {name: tensor.detach().to("cpu", decoder.dtype).contiguous() for name, tensor in _tensors(decoder)}
+    split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
+    for filename, names in split.filename_to_tensors.items():
+        try:
+            save_file({name: state[name] for name in names}, folder / filename, metadata={"format": "pt"})
+        except SafetensorError as error:  # its own class for a full disk
+            raise OSError(None, str(error), str(folder / filename)) from error
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    hf_config = copy.deepcopy(decoder.hf_config)
+    hf_config.dtype = decoder.dtype
+    hf_config.save_pretrained(folder)
+    for pattern in KEPT_FILES:
+        for file in _folder(source).glob(pattern):
+            shutil.copy2(file, folder / file.name)
 
 
 def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:

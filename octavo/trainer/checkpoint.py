@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = 1
+FORMAT = 2
 """Of the folder; another number is refused."""
 SHARD_BYTES = 4 * 2**30
 """Most bytes of tensors in one file, and so the memory that writing them takes beside the tensors."""
@@ -80,11 +80,14 @@ class Checkpoint:
                 wanted = "nothing of that name" if target is None else f"{target.dtype} {tuple(target.shape)}"
                 raise ValueError(
                     f"{self.path} holds {name} as {tensor.dtype} {tuple(tensor.shape)}, and this run has {wanted}: it "
-                    f"was left by another model. Give the model.path of the run"
+                    f"was left by another model or recipe. Give model.path and precision as the run had them"
                 )
             target.copy_(tensor)
         if missing:
-            raise ValueError(f"{self.path} has no {next(iter(missing))!r}: it was left by another model or recipe")
+            raise ValueError(
+                f"{self.path} has no {next(iter(missing))!r}: it was left by another model or recipe. Give model.path "
+                f"and precision as the run had them"
+            )
 
 
 def checkpoint_name(step: int, before_evaluation: bool = False) -> str:
@@ -93,7 +96,7 @@ def checkpoint_name(step: int, before_evaluation: bool = False) -> str:
 
 
 def write_checkpoint(path: Path, groups: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> None:
-    """Write a checkpoint, whole or not at all. One of that name that is there already is replaced.
+    """Write a checkpoint, whole or not at all.
 
     Args:
         path: RUN/checkpoints/NAME.
@@ -101,7 +104,7 @@ def write_checkpoint(path: Path, groups: Mapping[str, Mapping[str, Tensor]], sta
         state: what JSON can hold; floats come back to the bit.
 
     Raises:
-        OSError: the disk is full or broken; nothing that was there is lost.
+        OSError: the disk is full or broken, or one of that name is there; nothing that was there is lost.
     """
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -119,12 +122,10 @@ def write_checkpoint(path: Path, groups: Mapping[str, Mapping[str, Tensor]], sta
         (partial / "manifest.json").write_text(text, encoding="utf-8")
         _sync(partial / "manifest.json")
         _sync(partial)
+        partial.rename(path)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if path.exists():
-        _remove(path)
-    partial.rename(path)
     _sync(path.parent)
 
 
@@ -146,12 +147,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"{path} has format {version}, and this octavo reads {FORMAT}: use the octavo that wrote it")
     for name, (size, digest) in expected.items():
         file = path / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing")
-        if file.stat().st_size != size:
-            raise ValueError(f"{file} has {file.stat().st_size} bytes instead of {size}")
-        if _sha256(file) != digest:
-            raise ValueError(f"{file} is damaged: its SHA-256 is not the manifest's")
+        try:
+            if not file.is_file():
+                raise ValueError(f"{file} is missing")
+            if file.stat().st_size != size:
+                raise ValueError(f"{file} has {file.stat().st_size} bytes instead of {size}")
+            if _sha256(file) != digest:
+                raise ValueError(f"{file} is damaged: its SHA-256 is not the manifest's")
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     if "state.json" not in expected:
         raise ValueError(f"{path / 'manifest.json'} names no state.json")
     return Checkpoint(path=path, state=json.loads((path / "state.json").read_bytes()))

@@ -34,8 +34,13 @@ class Diverged(ValueError):
 
     def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
         broken = [Broken.of(name, tensor) for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
-        first = f"; the first of {len(broken)} tensors is {broken[0].name}" if broken else ""
-        super().__init__(f"the {where} is not finite{first}")
+        if broken:
+            first = f"the first of {len(broken)} tensors is {broken[0].name}"
+        else:  # what was made of them overflowed
+            amaxes = {name: tensor.abs().max().item() for name, tensor in tensors.items() if tensor.is_floating_point()}
+            largest = max(amaxes, key=amaxes.__getitem__)
+            first = f"each of {len(tensors)} tensors is, the largest value is {amaxes[largest]:.3g} in {largest}"
+        super().__init__(f"the {where} is not finite; {first}")
         self.where, self.broken = where, broken
 
 
@@ -83,7 +88,7 @@ def save_diagnosis(run_folder: Path, error: Diverged, record: StepRecord, contex
         run_folder: the run's folder.
         error: what happened.
         record: where it happened, with the batch.
-        context: more numbers for diagnosis.json, such as the bounds and the last metrics.
+        context: more numbers for diagnosis.json, such as the bounds.
 
     Returns:
         The error to raise: one line that says what broke, where the diagnosis is and what to do.

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.rollout.sampler import NonFiniteLogits
 from octavo.trainer.config_file import differences, to_dict
+from octavo.trainer.divergence import Diverged
 from octavo.trainer.output import JsonLines
 from octavo.trainer.progress import RolloutState, weights_fingerprint
-from octavo.trainer.run import EVALUATION, EncodedProblem, Run, problems_fingerprint
+from octavo.trainer.run import EVALUATION, EncodedProblem, Run, model_fingerprint, problems_fingerprint
 
 DEPENDS_ON = ("seed", "device", "model", "precision", "task", "rollout", "evaluation")
 """Sections and keys of the config that a completion of the evaluation depends on."""
@@ -44,19 +46,20 @@ def evaluate_to_file(run: Run, path: Path) -> dict[str, float]:
     header = {
         **{key: value for key, value in to_dict(run.config).items() if key in DEPENDS_ON},
         "weights": weights_fingerprint(run.policy),
+        "model numbers": model_fingerprint(run),
         "problems": problems_fingerprint(run),
     }
     problems, size = evaluation_problems(run), run.config.evaluation.completions_per_problem
     try:
-        rows = _read_partial(file, header)
+        rows = _read_partial(file, header, [encoded.problem.id for encoded in problems for _ in range(size)])
         done = len(rows) // size
         del rows[done * size :]
         file.replace([header, *rows])
         if done:
             run.display.line(f"going on with {file.path}: {done} of {len(problems)} problems are done")
         rows += sample_problems(run, problems[done:], first_index=done, keep=file.extend)
-        file.replace(rows)
-        file.path.replace(path)
+        JsonLines(path).replace(rows)
+        file.path.unlink()
     except OSError as error:
         raise ValueError(f"--output {path} cannot be written: {error.strerror}. Make room, or give another") from error
     return accuracy_metrics(run, rows)
@@ -83,6 +86,9 @@ def sample_problems(
 
     Returns:
         A row a completion: id, prompt, completion, answer, reward, finish_reason, num_tokens.
+
+    Raises:
+        Diverged: a logit is not finite.
     """
     settings = run.config.evaluation
     at_once = max(1, run.config.rollout.engine.max_sequences // settings.completions_per_problem)
@@ -116,6 +122,8 @@ def sample_problems(
                 ]
                 keep(new)
                 rows += new
+    except NonFiniteLogits as error:
+        raise Diverged(f"evaluation ({error})", dict(run.policy.named_parameters())) from error
     finally:
         before.restore(run.decoders)
     return rows
@@ -136,8 +144,13 @@ def accuracy_metrics(run: Run, rows: Sequence[dict[str, Any]]) -> dict[str, floa
     }
 
 
-def _read_partial(file: JsonLines, header: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_partial(file: JsonLines, header: dict[str, Any], ids: list[str]) -> list[dict[str, Any]]:
     """Rows of an interrupted evaluation with this header; a last line that was cut off is dropped.
+
+    Args:
+        file: `path`.partial.
+        header: what the rows must be of.
+        ids: of the problem of every row.
 
     Raises:
         ValueError: the file is of another evaluation, or of none.
@@ -149,7 +162,10 @@ def _read_partial(file: JsonLines, header: dict[str, Any]) -> list[dict[str, Any
         found, *rows = [json.loads(line) for line in lines] or [None]
     except ValueError:
         found, rows = None, []
-    if found == header:
+    if found == header and [row.get("id") for row in rows] == ids[: len(rows)]:
         return rows
-    keys = [key for key, _, _ in differences(found, header)] if isinstance(found, dict) else ["it is none of ours"]
+    if found == header:
+        keys = ["its rows"]
+    else:
+        keys = [key for key, _, _ in differences(found, header)] if isinstance(found, dict) else ["it is none of ours"]
     raise ValueError(f"{file.path} was left by another evaluation ({', '.join(keys)}). Remove it, or give another file")

@@ -84,17 +84,26 @@ class JsonLines:
             try:
                 while data:
                     data = data[file.write(data) :]
-            except OSError:
+            except OSError as error:
                 file.truncate(size)
-                raise
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._waiting.clear()
 
     def cut(self, size: int) -> bool:
-        """Drop what lies beyond `size` bytes; False if the file was shorter, and so has lost lines."""
-        with self.path.open("ab") as file:
-            found = file.tell()
-            file.truncate(min(size, found))
-        return found >= size
+        """Drop what lies beyond `size` bytes, and what would be half a line before it.
+
+        Returns:
+            Whether `size` bytes are left; fewer if the file was shorter or has been edited, and so has lost lines.
+        """
+        with self.path.open("ab+") as file:
+            kept = min(size, file.tell())
+            while kept > 0:
+                file.seek(kept - 1)
+                if file.read(1) == b"\n":
+                    break
+                kept -= 1
+            file.truncate(kept)
+        return kept == size
 
 
 class RunFolder:
@@ -125,12 +134,17 @@ class RunFolder:
         """Whether a run has been here."""
         return self.metrics.path.exists() or self.checkpoints.is_dir()
 
+    @property
+    def has_lines(self) -> bool:
+        """Whether a step of the run has been logged."""
+        return self.metrics.path.exists() and self.metrics.path.stat().st_size > 0
+
     def check(self, config: TrainConfig) -> None:
         """Refuse to start a new run where that would lose something. Changes nothing.
 
         Raises:
-            ValueError: an earlier run is there and `overwrite` is false; a model is there that no run left, or it is
-                the one to train.
+            ValueError: an earlier run is there and `overwrite` is false; something is there that no run left and this
+                one would replace, or it is the model to train.
         """
         model = Path(config.model.path)
         if model.is_dir() and self.path.resolve() in model.resolve().parents:
@@ -143,8 +157,11 @@ class RunFolder:
                 f"{self.path} holds an earlier run. Go on with it by --resume, give another output_dir, or "
                 f"overwrite=true to replace it"
             )
-        if not self.holds_run and (self.path / "model").exists():
-            raise ValueError(f"{self.path}/model is there already and was not left by a run. Give another output_dir")
+        foreign = [name for name in (*OWN_FOLDERS, *OWN_FILES) if os.path.lexists(self.path / name)]
+        if foreign and not self.holds_run:
+            raise ValueError(
+                f"{self.path / foreign[0]} is there already and was not left by a run. Give another output_dir"
+            )
 
     def create(self, config: TrainConfig, num_parameters: int, model_bytes: int, replace: bool = False) -> None:
         """Make the folder for a new run, or clear it of the earlier one.
@@ -165,10 +182,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
             if self.holds_run:
-                for name in OWN_FOLDERS:
-                    shutil.rmtree(self.path / name, ignore_errors=True)
-                for name in OWN_FILES:
-                    (self.path / name).unlink(missing_ok=True)
+                for name in (*OWN_FOLDERS, *OWN_FILES):
+                    _remove(self.path / name)
             self.metrics.path.write_text("", encoding="utf-8")
         except OSError as error:
             raise ValueError(
@@ -201,13 +216,15 @@ class RunFolder:
         """
         if self._lock is not None:
             return
-        self._lock = os.open(self.path, os.O_RDONLY)
+        descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            os.close(descriptor)
             raise ValueError(
                 f"{self.path} is in use by another octavo process. Wait for it, or give another output_dir"
             ) from error
+        self._lock = descriptor
 
     def check_room(self, config: TrainConfig, num_parameters: int, model_bytes: int) -> str:
         """Refuse a disk that cannot hold the model and the checkpoints, one more than are kept: the new comes first.
@@ -229,8 +246,17 @@ class RunFolder:
             f"{num_checkpoints} checkpoints {checkpoint_bytes / 1e6:.0f} MB"
         )
         if free < 1.05 * needed:
+            best = ", one for the best" * config.checkpoint.keep_best
             raise ValueError(
                 f"output_dir={str(self.path)!r} has {sizes} (checkpoint.keep_last={config.checkpoint.keep_last}, one "
-                f"for the new, one for the best). Make room, keep fewer, or give another"
+                f"for the new{best}). Make room, keep fewer, or give another"
             )
         return sizes
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder, if it is there; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

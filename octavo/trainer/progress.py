@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -62,20 +63,19 @@ class RolloutState:
     """What a rollout changes: put back after an interrupted one, and after every evaluation."""
 
     scales: dict[str, Tensor]
-    random_states: tuple[Any, Tensor]
+    random_states: dict[str, Any]
 
     @classmethod
     def take(cls, decoders: list[Decoder]) -> RolloutState:
-        """Copies of the static scales and of the states of Python's and torch's generators."""
+        """Copies of the static scales and of the states of the global generators."""
         scales = {name: buffer.clone() for name, buffer in static_scales(decoders).items()}
-        return cls(scales=scales, random_states=(random.getstate(), torch.get_rng_state()))
+        return cls(scales=scales, random_states=random_states_to_json())
 
     def restore(self, decoders: list[Decoder]) -> None:
         """Put everything back."""
         for name, buffer in static_scales(decoders).items():
             buffer.copy_(self.scales[name])
-        random.setstate(self.random_states[0])
-        torch.set_rng_state(self.random_states[1])
+        restore_random_states(self.random_states)
 
 
 def static_scales(decoders: list[Decoder]) -> dict[str, Tensor]:
@@ -92,13 +92,20 @@ def static_scales(decoders: list[Decoder]) -> dict[str, Tensor]:
 def random_states_to_json() -> dict[str, Any]:
     """States of the global generators, which only a user's own reward may draw from."""
     version, numbers, gauss = random.getstate()
-    return {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state().tolist()}
+    of_numpy = np.random.get_state(legacy=False)
+    of_numpy["state"]["key"] = of_numpy["state"]["key"].tolist()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": of_numpy,
+        "torch": torch.get_rng_state().tolist(),
+    }
 
 
 def restore_random_states(data: Mapping[str, Any]) -> None:
     """The inverse of `random_states_to_json`."""
     version, numbers, gauss = data["python"]
     random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(data["numpy"])
     torch.set_rng_state(torch.tensor(data["torch"], dtype=torch.uint8))
 
 
@@ -115,9 +122,9 @@ def environment(device: str) -> dict[str, str]:
 
 
 def weights_fingerprint(module: nn.Module) -> str:
-    """Hash of all parameters' names, shapes and bits; one pass over memory on their own device."""
+    """Hash of all parameters' names, shapes and bits."""
     digest = hashlib.sha256()
     for name, parameter in module.named_parameters():
-        rows = torch.hash_tensor(parameter.detach(), dim=-1)  # XOR within a row, SHA-256 over the rows
-        digest.update(f"{name} {tuple(parameter.shape)}".encode() + rows.cpu().numpy().tobytes())
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -26,7 +26,7 @@ from octavo.trainer.metrics import StepClock
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress
-from octavo.trainer.run import Run, problems_fingerprint
+from octavo.trainer.run import Run, model_fingerprint, problems_fingerprint
 
 FREE_TO_CHANGE = ("output_dir", "overwrite", "checkpoint", "tracking")
 """Keys and sections that change no number of a run, so a resume may have others without asking."""
@@ -47,14 +47,22 @@ def find_resume_point(folder: RunFolder, config: TrainConfig, allow_changes: boo
     """The newest whole checkpoint; None where there is none, so that the run begins.
 
     Raises:
-        ValueError: all checkpoints are damaged; the config differs from the run's and `allow_changes` is false; another
-            process is in the folder, or what is in it was not left by a run.
+        ValueError: all checkpoints are damaged, or a trained model stands without one; the config differs from the
+            run's and `allow_changes` is false; more steps are done than it wants; another process is in the folder, or
+            what is in it was not left by a run.
     """
     if not folder.holds_run:
         folder.check(config)
         return None
     folder.lock()
     checkpoint, damage = newest_checkpoint(folder.path)
+    if checkpoint is None and (folder.path / "model").exists():
+        raise ValueError(
+            f"{folder.path} holds a trained model and no checkpoint to go on from. overwrite=true without --resume "
+            f"replaces it by a new run"
+        )
+    if checkpoint is None and not folder.has_lines:  # killed in its first moments
+        return None
     before = folder.read_config() if checkpoint is None else checkpoint.state["config"]
     changes = [
         f"{key}: {old} -> {new}"
@@ -62,7 +70,14 @@ def find_resume_point(folder: RunFolder, config: TrainConfig, allow_changes: boo
         if key.partition(".")[0] not in FREE_TO_CHANGE
     ]
     _refuse(changes, folder.path if checkpoint is None else checkpoint.path, allow_changes)
-    return None if checkpoint is None else ResumePoint(checkpoint=checkpoint, changes=changes, damage=damage)
+    if checkpoint is None:
+        return None
+    done, wanted = checkpoint.state["progress"]["next_step"], config.trainer.num_steps
+    if done > wanted:
+        raise ValueError(
+            f"{checkpoint.path} has done {done} steps, and trainer.num_steps={wanted}. Give at least {done}"
+        )
+    return ResumePoint(checkpoint=checkpoint, changes=changes, damage=damage)
 
 
 @dataclass(kw_only=True)
@@ -137,14 +152,17 @@ class Session:
         self.optimizer.update = state["policy_version"]
         for decoder in self.run.decoders:
             decoder.requantize_()
-        self.progress = Progress.from_json(state["progress"])
+        self.progress, self._saved = Progress.from_json(state["progress"]), checkpoint.path.name
+        trainer = self.run.config.trainer  # of a changed config too, whose other updates the schedule must not count
+        updates_left = (trainer.num_steps - self.progress.next_step) * trainer.num_mini_batches
+        self.optimizer.num_updates = self.optimizer.update + updates_left
         state_of.restore_random_states(state["random_states"])
 
         notes = [f"damaged and set aside: {text}" for text in point.damage]
         set_aside(self.folder.path, newer_than=checkpoint.path)
         for file in (self.folder.metrics, self.folder.samples):
             if not file.cut(state["sizes"][file.path.name]):
-                notes.append(f"{file.path} is shorter than it was: lines of earlier steps are gone")
+                notes.append(f"{file.path} is not as it was left: lines of earlier steps are gone")
         now = state_of.environment(self.run.config.device)
         for key, was in state["environment"].items():
             if was != now[key]:
@@ -166,7 +184,11 @@ class Session:
     def _fingerprints(self) -> dict[str, str]:
         """Of what the checkpoint does not hold and the run depends on."""
         reference = None if self.reference is None else state_of.weights_fingerprint(self.reference)
-        return {"problems": problems_fingerprint(self.run), "reference weights": reference or "none"}
+        return {
+            "problems": problems_fingerprint(self.run),
+            "model numbers": model_fingerprint(self.run),
+            "reference weights": reference or "none",
+        }
 
 
 def _refuse(changes: list[str], path: Path, allow_changes: bool) -> None:

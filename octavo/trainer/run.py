@@ -192,6 +192,13 @@ def problems_fingerprint(run: Run) -> str:
     return digest.hexdigest()
 
 
+def model_fingerprint(run: Run) -> str:
+    """Hash of what the model's numbers depend on beside its weights and the config, and of what ends a completion."""
+    policy, rope = run.policy, run.policy.hf_config.rope_parameters
+    text = f"{policy.config} {sorted(rope.items())} {sorted(run.engine.stop_token_ids)}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a Hugging Face folder or hub id.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def run_steps(session: Session, trackers: Trackers) -> None:
     run, progress = session.run, session.progress
     num_steps, interval = run.config.trainer.num_steps, run.config.evaluation.interval
     if interval and progress.next_step == 0 and not progress.first_evaluation:
-        progress.first_evaluation = first = evaluate(run)
+        with diagnosed(session, StepRecord(step=0)):
+            progress.first_evaluation = first = evaluate(run)
         run.display.line(
             f"before training: eval {first['eval/accuracy']:.3f} of {first['eval/num_problems']:.0f} problems"
         )
@@ -119,23 +121,32 @@ def one_step(session: Session) -> dict[str, Any]:
     before = RolloutState.take(run.decoders)
     metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
     try:
-        metrics |= train_step(run, session.optimizer, session.reference, progress, record)
+        with diagnosed(session, record):
+            metrics |= train_step(run, session.optimizer, session.reference, progress, record)
     except StopRequested:
         before.restore(run.decoders)
         raise
-    except Diverged as error:
-        bounds = {"clip/low": progress.bounds.low, "clip/high": progress.bounds.high}
-        raise save_diagnosis(session.folder.path, error, record, bounds) from error
     if progress.next_step == 0:
         metrics |= {key.replace("eval/", "eval/initial_"): value for key, value in progress.first_evaluation.items()}
     return {"metrics": metrics | session.checkpoint_time() | record.clock.finish(), "samples": record.samples}
+
+
+@contextmanager
+def diagnosed(session: Session, record: StepRecord) -> Iterator[None]:
+    """Save what is needed to see why something inside diverged; ValueError that says where it is."""
+    try:
+        yield
+    except Diverged as error:
+        bounds = session.progress.bounds
+        context = {"clip/low": bounds.low, "clip/high": bounds.high}
+        raise save_diagnosis(session.folder.path, error, record, context) from error
 
 
 def evaluate_pending(session: Session) -> bool:
     """Add an evaluation to the metrics that are not written yet; whether its accuracy is the run's best."""
     progress, clock = session.progress, StepClock()
     assert progress.pending is not None
-    with clock.phase("evaluate"):
+    with clock.phase("evaluate"), diagnosed(session, StepRecord(step=progress.next_step - 1)):
         evaluation = evaluate(session.run)
     metrics = progress.pending["metrics"]
     metrics |= evaluation | clock.metrics
@@ -182,7 +193,7 @@ def interrupted(session: Session) -> Interrupted:
     try:
         state = f"saved in {session.folder.checkpoints / session.save()}"
     except OSError as error:
-        state = f"not saved ({error.strerror}), so an earlier checkpoint is the newest"
+        state = f"not saved ({error.strerror}), so what came after the newest checkpoint will be done again"
     return Interrupted(
         f"stopped after {step} of {config.trainer.num_steps} steps, {state}; the same command with --resume goes on",
         signal_number,

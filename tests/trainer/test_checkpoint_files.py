@@ -59,7 +59,7 @@ def test_another_format_is_refused_by_its_number(tmp_path):
     write_checkpoint(path, tensors(), STATE)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(ValueError, match="has format 99, and this octavo reads 1"):
+    with pytest.raises(ValueError, match="has format 99, and this octavo reads 2"):
         read_checkpoint(path)
 
 
@@ -77,13 +77,15 @@ def test_checkpoints_are_listed_by_step_and_pruned_to_the_last_and_the_best(tmp_
 def test_a_write_that_fails_leaves_the_earlier_one_and_no_rest(tmp_path, monkeypatch):
     path = tmp_path / "step_000001"
     write_checkpoint(path, tensors(), STATE)
+    with pytest.raises(OSError, match="not empty"):
+        write_checkpoint(path, tensors(), {"other": 1})
 
     def full(file):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_sync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(path, tensors(), {"other": 1})
+        write_checkpoint(tmp_path / "step_000002", tensors(), {"other": 1})
     assert read_checkpoint(path).state == STATE
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 

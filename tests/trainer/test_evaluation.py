@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -62,7 +63,33 @@ def test_the_parts_of_an_interrupted_evaluation_make_the_whole(whole, tmp_path, 
     assert len(rows) == 20 and accuracy_metrics(run, rows) == whole[1]
 
 
-@pytest.mark.parametrize("change", ["seed", "weights", "damaged"])
+def test_a_kill_after_the_last_problem_loses_nothing(whole, tmp_path, monkeypatch):
+    run, path = loaded(tmp_path), tmp_path / "parts.jsonl"
+    partial = tmp_path / "parts.jsonl.partial"
+    for calls in (1, 2, 3):  # renames and removals, once all rows are there
+        left = [calls]
+
+        def counted(original, left=left):
+            def call(self, *arguments, **keywords):
+                if partial.exists() and len(partial.read_bytes().splitlines()) == 1 + 20:
+                    left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+                return original(self, *arguments, **keywords)
+
+            return call
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, "replace", counted(Path.replace))
+            patch.setattr(Path, "unlink", counted(Path.unlink))
+            evaluate_to_file(run, path)
+    stop_at(monkeypatch, 1, AssertionError("nothing is left to sample"))
+    assert evaluate_to_file(run, path) == whole[1]
+    assert path.read_bytes() == whole[0]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["parts.jsonl", "whole.jsonl"]
+
+
+@pytest.mark.parametrize("change", ["seed", "weights", "damaged", "rope", "edited"])
 def test_a_partial_file_of_another_evaluation_is_refused(change, tmp_path, monkeypatch):
     run = loaded(tmp_path)
     path = tmp_path / "parts.jsonl"
@@ -75,10 +102,16 @@ def test_a_partial_file_of_another_evaluation_is_refused(change, tmp_path, monke
         run = replace(run, config=replace(run.config, seed=1))
     elif change == "weights":
         run.policy.norm.weight.data[0] += 1e-3
+    elif change == "rope":
+        run.policy.hf_config.rope_parameters["rope_theta"] *= 2
+    elif change == "edited":
+        lines = partial.read_text().splitlines(keepends=True)
+        partial.write_text("".join(lines[:1] + lines[2:]))
     else:
         partial.write_text("three years of work\n")
     before = partial.read_bytes()
-    with pytest.raises(ValueError, match=f"left by another evaluation .({change}|it is none of ours)"):
+    named = {"damaged": "it is none of ours", "rope": "model numbers", "edited": "its rows"}.get(change, change)
+    with pytest.raises(ValueError, match=f"left by another evaluation .({named})"):
         evaluate_to_file(run, path)
     assert partial.read_bytes() == before
 

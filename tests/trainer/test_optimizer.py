@@ -57,6 +57,15 @@ def test_a_gradient_that_is_not_finite_stops_before_any_weight_changes():
     assert torch.equal(weight, torch.ones(2)) and optimizer.update == 0
 
 
+def test_a_norm_that_overflows_names_the_largest_gradient():
+    weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ("small", "large")}
+    optimizer = Optimizer(weights, OptimizerConfig(), 1)
+    weights["small"].grad, weights["large"].grad = torch.ones(2), torch.tensor([1.0, -3e30])
+    with pytest.raises(Diverged, match="is not finite; each of 2 tensors is, the largest value is 3e.30 in large") as e:
+        optimizer.step()
+    assert e.value.broken == [] and torch.equal(weights["large"], torch.ones(2))
+
+
 @pytest.mark.parametrize("key, value", [("lr", -1.0), ("beta1", 1.0), ("max_grad_norm", 0.0), ("warmup_steps", -1)])
 def test_bad_values_are_named(key, value):
     with pytest.raises(ValueError, match=f"{key}.*{value}"):

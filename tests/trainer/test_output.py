@@ -1,12 +1,15 @@
 """Files of a run: lines that a full disk refuses wait, and the file always ends with a whole line."""
 
 import json
+import os
 import resource
 import signal
 
-from training_runs import in_a_child, read_lines
+import pytest
+from training_runs import in_a_child, read_lines, tiny_config
 
-from octavo.trainer.output import JsonLines
+from octavo.trainer.checkpoint import list_checkpoints
+from octavo.trainer.output import JsonLines, RunFolder
 
 
 def test_lines_that_the_disk_refuses_wait_and_come_later(tmp_path):
@@ -22,8 +25,8 @@ def test_lines_that_the_disk_refuses_wait_and_come_later(tmp_path):
         for step in (1, 2):
             try:
                 file.extend([{"step": step}])
-            except OSError:
-                refused += 1
+            except OSError as error:
+                refused += error.filename == str(path)
         assert refused == 2 and path.stat().st_size == size, "half a line was left"
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         file.extend([{"step": 3}])
@@ -66,3 +69,61 @@ def test_replace_is_whole_or_not_at_all(tmp_path):
 
     assert in_a_child(limited) == 0
     assert read_lines(path) == [{"row": 1}] and [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("edit", ["a longer line before", "no newline at the end"])
+def test_cut_leaves_whole_lines_only(edit, tmp_path):
+    file = JsonLines(tmp_path / "metrics.jsonl")
+    file.extend([{"step": 0}, {"step": 1}])
+    size = file.flush()
+    data = file.path.read_bytes()
+    file.path.write_bytes(b'{"note": 10}\n' + data if edit == "a longer line before" else data[:-1])
+    assert not file.cut(size)
+    file.extend([{"step": 2}])
+    wanted = [{"note": 10}, {"step": 2}] if edit == "a longer line before" else [{"step": 0}, {"step": 2}]
+    assert read_lines(file.path) == wanted
+
+
+def test_a_lock_that_was_refused_is_not_held(tmp_path):
+    with RunFolder(tmp_path) as first, RunFolder(tmp_path) as second:
+        first.lock()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="in use by another octavo process"):
+                second.lock()
+
+
+def test_overwrite_leaves_no_checkpoint_behind_a_link_and_nothing_there_is_lost(tmp_path):
+    config = tiny_config(tmp_path / "run", overwrite=True)
+    (tmp_path / "disk/step_000009").mkdir(parents=True)  # were it listed, the new run's would be pruned as older
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
+    with RunFolder(config.output_dir) as folder:
+        folder.create(config, 1, 1)
+    assert list_checkpoints(tmp_path / "run") == [] and (tmp_path / "disk/step_000009").is_dir()
+
+
+def test_what_cannot_be_cleared_is_an_error(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path / "run", overwrite=True)
+    (tmp_path / "run/checkpoints/step_000009").mkdir(parents=True)
+
+    def refuse(path, *arguments, **keywords):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    with RunFolder(config.output_dir) as folder, pytest.raises(ValueError, match="cannot be written: Permission"):
+        folder.create(config, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "samples.jsonl", "model", "checkpoints.txt"])
+def test_what_no_run_left_is_not_touched(name, tmp_path):
+    config = tiny_config(tmp_path / "run", overwrite=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("mine")
+    with RunFolder(config.output_dir) as folder:
+        if name == "checkpoints.txt":
+            folder.create(config, 1, 1)
+        else:
+            with pytest.raises(ValueError, match=f"{name} is there already and was not left by a run"):
+                folder.create(config, 1, 1)
+    assert (tmp_path / "run" / name).read_text() == "mine"

@@ -13,7 +13,7 @@ from rich.console import Console
 from training_runs import in_a_child, read_lines, same_run, signal_at, tiny_config, train_quietly
 
 from octavo.rollout.engine import Engine
-from octavo.trainer import loop, train
+from octavo.trainer import checkpoint, loop, train
 from octavo.trainer.checkpoint import list_checkpoints
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
@@ -194,7 +194,8 @@ def test_resume_where_no_checkpoint_is_starts_from_the_beginning(whole, tmp_path
     config = resumable(tmp_path / "run")
     assert "no checkpoint in" in run(config, resume=True)
     same_run(tmp_path / "run", whole)
-    shutil.rmtree(tmp_path / "run/checkpoints")
+    for name in ("checkpoints", "model"):
+        shutil.rmtree(tmp_path / "run" / name)
     with pytest.raises(ValueError, match="holds an earlier run"):
         run(config)
     with pytest.raises(ValueError, match="optimizer.lr: 0.0002 -> 0.0"):
@@ -218,7 +219,9 @@ def test_two_processes_do_not_share_a_folder(whole, tmp_path):
 def test_lost_lines_of_the_metrics_are_said(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     truncate(tmp_path / "run/metrics.jsonl")
-    assert "metrics.jsonl is shorter than it was" in run(resumable(tmp_path / "run"), resume=True)
+    longer = resumable(tmp_path / "run", trainer__num_steps=5)
+    assert "metrics.jsonl is not as it was left" in run(longer, resume=True, allow_changes=True)
+    assert [line["step"] for line in read_lines(tmp_path / "run/metrics.jsonl")] == [0, 1, 2, 4]
 
 
 def test_kept_checkpoints_are_the_last_and_the_best(tmp_path, monkeypatch):
@@ -250,19 +253,31 @@ def test_a_disk_that_refuses_checkpoints_does_not_stop_the_run(whole, tmp_path):
         ("gradient", "gradient of optimiser step 2", "layers.1.down_proj.weight"),
         ("weight", "weight after optimiser step 2", "layers.0.qkv_proj.weight"),
         ("rollout", "rollout", "layers.0.o_proj.weight"),
+        ("old", "loss of microbatch 0", "old_logprobs"),
+        ("evaluation", "evaluation", "norm.weight"),
     ],
 )
 def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
     broken, where, tensor, whole, tmp_path, monkeypatch
 ):
-    config = resumable(tmp_path / "run", evaluation__interval=0)
+    config = resumable(tmp_path / "run", evaluation__interval=2 if broken == "evaluation" else 0)
     steps, annotate, sample, step = [0], loop.annotate, loop.sample, Optimizer.step
+    evaluate_pending = train.evaluate_pending
 
     def break_batch(run, reference, mini_batch):
         steps[0] += 1
         if broken == "loss" and steps[0] == 3:
             mini_batch.microbatches[0].advantages[-1] = torch.nan
-        return annotate(run, reference, mini_batch)
+        annotated = annotate(run, reference, mini_batch)
+        if broken == "old" and steps[0] == 3:
+            first = annotated.microbatches[0]
+            first.old_logprobs[first.loss_mask] = torch.nan
+        return annotated
+
+    def break_evaluation(session):
+        session.run.policy.norm.weight.data[0] = torch.nan
+        session.run.policy.requantize_()
+        return evaluate_pending(session)
 
     def break_rollout(run, problems, step):
         if broken == "rollout" and step == 1:
@@ -280,15 +295,100 @@ def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
 
     monkeypatch.setattr(loop, "annotate", break_batch)
     monkeypatch.setattr(loop, "sample", break_rollout)
+    if broken == "evaluation":
+        monkeypatch.setattr(train, "evaluate_pending", break_evaluation)
     monkeypatch.setattr(Optimizer, "step", break_update)
     with pytest.raises(ValueError, match=f"step 1.*{where}.*{tensor}.*failure.*--resume") as error:
         run(config)
     assert "\n" not in str(error.value)
     diagnosis = json.loads((tmp_path / "run/failure/diagnosis.json").read_text())
-    assert diagnosis["step"] == 1 and len(diagnosis["prompts"]) == 4
+    assert diagnosis["step"] == 1 and len(diagnosis["prompts"]) == (0 if broken == "evaluation" else 4)
     assert [(item["name"], item["num_nan"] + item["num_inf"]) for item in diagnosis["broken"]][0][0] == tensor
-    assert (tmp_path / "run/failure/batch.safetensors").exists() == (broken != "rollout")
+    assert (tmp_path / "run/failure/batch.safetensors").exists() == (broken not in ("rollout", "evaluation"))
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_000001"]
     monkeypatch.undo()
     run(config, resume=True)
     assert len(read_lines(tmp_path / "run/metrics.jsonl")) == 4
+
+
+def test_a_kill_before_the_first_line_leaves_a_folder_that_resume_begins_in(tmp_path, monkeypatch):
+    config = resumable(tmp_path / "run", trainer__num_steps=1)
+
+    def killed(folder, name, text):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train.RunFolder, "write", killed)
+        run(config)
+    assert (tmp_path / "run/metrics.jsonl").exists()
+    assert "starting from the beginning" in run(config, resume=True)
+
+
+def test_a_trained_model_without_a_checkpoint_is_not_cleared_by_a_resume(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="holds a trained model and no checkpoint.*overwrite=true without --resume"):
+        run(resumable(tmp_path / "run"), resume=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_fewer_steps_than_are_done_are_refused(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    with pytest.raises(ValueError, match="has done 4 steps.*trainer.num_steps=3"):
+        run(resumable(tmp_path / "run", trainer__num_steps=3), resume=True, allow_changes=True)
+
+
+def test_the_learning_rate_ends_at_0_also_when_a_resume_changes_the_number_of_updates(tmp_path, monkeypatch):
+    changes = {"optimizer__lr_schedule": "linear", "evaluation__interval": 0, "trainer__num_steps": 5}
+    config = resumable(tmp_path / "run", trainer__num_mini_batches=4, **changes)
+    with monkeypatch.context() as patch:
+        signal_at(patch, loop, "sample", 4, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            run(config)
+    fewer = resumable(tmp_path / "run", trainer__num_mini_batches=2, **changes)  # 12 updates done, 4 to come
+    run(fewer, resume=True, allow_changes=True)
+    rates = [line["optimizer/lr"] for line in read_lines(tmp_path / "run/metrics.jsonl")]
+    assert rates[3:] == pytest.approx([2e-4 * (1 - 13 / 16), 2e-4 * (1 - 15 / 16)])
+
+
+def test_a_resume_that_is_stopped_at_once_keeps_the_checkpoint_that_it_came_from(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "run")
+    for path in list_checkpoints(tmp_path / "run")[:1]:
+        shutil.rmtree(path)
+    (good,) = list_checkpoints(tmp_path / "run")[:1]
+    inode = good.stat().st_ino
+    signal_at(monkeypatch, loop, "sample", 1, signal.SIGTERM)
+    with pytest.raises(Interrupted, match=f"saved in .*{good.name}"):
+        run(resumable(tmp_path / "run"), resume=True)
+    assert good.stat().st_ino == inode, "a kill between removing the old and naming the new would have left none"
+
+
+def test_a_checkpoint_file_that_cannot_be_read_is_damage(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "run")
+    newest, good = list_checkpoints(tmp_path / "run")[:2]
+    digest = checkpoint._sha256
+
+    def failing(file):
+        if file.parent == newest and file.name.startswith("optimizer"):
+            raise OSError(5, "Input/output error", str(file))
+        return digest(file)
+
+    monkeypatch.setattr(checkpoint, "_sha256", failing)
+    assert checkpoint.newest_checkpoint(tmp_path / "run")[0].path == good
+    (line,) = checkpoint.newest_checkpoint(tmp_path / "run")[1]
+    assert line == f"{newest}/optimizer-00000.safetensors cannot be read: Input/output error"
+
+
+def test_a_model_that_the_disk_refuses_is_said_with_what_to_do(whole, tmp_path):
+    def limited():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
+        with pytest.raises(ValueError, match="end of the run could not be written .*File too large.*--resume goes on"):
+            run(resumable(tmp_path / "run"), resume=True)
+
+    shutil.copytree(whole, tmp_path / "run")
+    model = (tmp_path / "run/model/model.safetensors").read_bytes()
+    assert in_a_child(limited) == 0
+    assert (tmp_path / "run/model/model.safetensors").read_bytes() == model
+    assert not (tmp_path / "run/model.partial").exists()
