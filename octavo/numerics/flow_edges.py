@@ -20,8 +20,10 @@ GRID_SUMS = "exact grid sums"
 """Operands on a fixed-point grid, blocks of 128 along K (64 keys) summed exactly."""
 FP32_PRODUCT = "FP32 product"
 """Decoded operands multiplied in FP32, in the BLAS's order: the backward."""
+FP32_SUM = "FP32 sum"
+"""Rows of one token added up: the embedding's gradient."""
 FP32 = "FP32, rounded once"
-"""Elementwise, or with an exact sum of squares."""
+"""Elementwise; a norm's mean square is an exact sum, that of its backward an FP32 one."""
 COPY = "copy"
 """Cast, stored or looked up."""
 NONE = GemmRecipe(left=None, right=None)
@@ -178,7 +180,7 @@ class _Writer:
         owner = (self.module.tied_to,) if self.module.tied_to else ()
         return [
             self.edge("master", tensor, owner, COPY, "fp32"),
-            self.edge("gradient", f"d{tensor}", owner, FP32, "fp32"),
+            self.edge("gradient", f"d{tensor}", owner, "", "fp32"),
         ]
 
     def export(self) -> list[Edge]:
@@ -279,7 +281,7 @@ def _residual(w: _Writer) -> tuple[list[Edge], list[Edge]]:
 
 def _embedding(w: _Writer) -> tuple[list[Edge], list[Edge]]:
     return [w.edge("fprop", "W", (), COPY), w.output()], [
-        w.edge("dgrad", "dY", w.readers, FP32),
+        w.edge("dgrad", "dY", w.readers, FP32_SUM),
         *w.parameter(),
     ]
 
