@@ -27,7 +27,7 @@ from octavo.numerics.fp8 import (
     PER_ROW,
     PER_TENSOR,
     block_amax,
-    expand_scale,
+    dequantize,
     quantize_with_scale,
     scale_from_amax,
 )
@@ -159,8 +159,8 @@ def _observe(decoder: Decoder, cache: LiveCache, *, backward: bool) -> Iterator[
         coarser = min(decoder.cos, decoder.sin, key=lambda table: table.element_size())
         yield f"{attention}.rotary", "fprop cos sin", _Found(coarser.dtype)
         for tensor, stored in (("K", cache.k), ("V", cache.v)):
-            scale = 1.0 if stored.scale is None else stored.scale.double()[..., None]
-            values = (stored.values.double() * scale).flatten(0, 1)
+            scale = 1.0 if stored.scale is None else stored.scale[..., None]
+            values = (stored.values.float() * scale).flatten(0, 1)
             yield f"{attention}.kv_cache", f"fprop {tensor}", _Found(stored.values.dtype, values, kv)
             yield f"{attention}.attention", f"fprop {tensor}^", _Found(stored.decode().dtype)
         for tensor in ("Q", "P"):
@@ -218,11 +218,11 @@ def _probe(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def _values(operand: Operand) -> Tensor:
-    """The numbers that an operand stands for, float64."""
+    """The numbers that an operand stands for: fp32 where they are E4M3, else float64."""
     if operand.scale is None:
         return operand.values
     sizes = torch.tensor(operand.k_edges, device=operand.scale.device).diff()
-    return operand.values * operand.scale.repeat_interleave(sizes, dim=1)
+    return operand.values.float().mul_(operand.scale.repeat_interleave(sizes, dim=1))
 
 
 def _kernel(operand: Operand) -> str:
@@ -254,15 +254,14 @@ def _made_by(edge: Edge, found: _Found) -> bool:
         return False
     if found.values is None or found.source is None:
         return edge.quant_block is None
-    values = found.source.to(DTYPES[edge.format])
-    if edge.quant_block is not None and values.ndim != 2:
+    if edge.quant_block is None:
+        values = found.source.to(DTYPES[edge.format])
+    elif found.source.ndim != 2:
         return False
-    if edge.quant_block is not None:
+    else:
         amax = block_amax(found.source, edge.quant_block) * (1.0 if edge.margin is None else edge.margin)
         scale = scale_from_amax(amax, "power_of_two" if edge.scale == "power_of_two" else "none")
-        q = quantize_with_scale(found.source, scale, edge.quant_block)
-        shape = (len(q), q.shape[1])
-        values = q.double() * expand_scale(scale, shape, edge.quant_block)
+        values = dequantize(quantize_with_scale(found.source, scale, edge.quant_block), scale, edge.quant_block)
     if found.kernel == GRID_SUMS:
-        values = grid_operand(values.float().bfloat16() if edge.format == "e4m3" else values).values
+        values = grid_operand(values.bfloat16() if edge.format == "e4m3" else values).values
     return torch.equal(values.to(found.values.dtype), found.values)

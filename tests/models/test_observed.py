@@ -85,6 +85,12 @@ def unpacked_bytes(decoder):
     layer.weight_q = layer.weight_q.bfloat16()
 
 
+def unpacked_saved(decoder):
+    layer = decoder.layers[0].o_proj
+    save = layer.save_activation
+    layer.save_activation = lambda x: dataclasses.replace(save(x), q=save(x).q.bfloat16())
+
+
 def stale_bytes(decoder):
     with torch.no_grad():
         decoder.layers[1].gate_up_proj.weight[-1, -1] *= 2.0
@@ -141,6 +147,7 @@ TAMPERED = [
     (change_recipe(fprop=GemmRecipe(left=None, right=BLOCK_128X128)), "/ e4m3 128x128 [exact grid sums]"),
     (other_format, "o_proj: fprop W e4m3 128x128 / torch.float8_e5m2, "),
     (unpacked_bytes, "o_proj: fprop W e4m3 128x128 / bf16, "),
+    (unpacked_saved, "layers.0.self_attn.o_proj: saved X e4m3 128x1 / bf16. No"),
     (stale_bytes, "layers.1.mlp.up_proj: fprop W e4m3 128x128 / e4m3 of other numbers, dgrad W e4m3"),
     (stale_operand, "layers.1.self_attn.o_proj: dgrad W e4m3 128x128 / e4m3 of other numbers. No"),
     (stale_scale, "layers.1.self_attn.o_proj: fprop W e4m3 128x128 / e4m3 of other numbers, dgrad W"),
