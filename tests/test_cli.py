@@ -136,8 +136,8 @@ def test_describe_needs_no_weights_and_no_task(config, monkeypatch, capsys, tmp_
     task = "task={type: gsm8k, path: ./no-data}"
     assert run(monkeypatch, "describe", config, f"model.path={bare}", task, "precision.train=bf16") == 0
     out = capsys.readouterr().out
-    assert "model.layers.*.self_attn.q_proj" in out and "Rollout / training differ, which octavo train refuses" in out
-    assert "train: recipe 'bf16' quantises nothing: model.layers.*.self_attn.q_proj" in out
+    assert "self_attn.q_proj, k_proj, v_proj" in out and "Rollout / training differ, which octavo train refuses" in out
+    assert "train: recipe 'bf16' quantises nothing: layers 0-2: self_attn.q_proj, k_proj, v_proj, " in out
 
 
 def test_describe_writes_what_a_run_leaves_and_compares(config, monkeypatch, capsys, tmp_path):
@@ -151,7 +151,7 @@ def test_describe_writes_what_a_run_leaves_and_compares(config, monkeypatch, cap
     assert run(monkeypatch, "describe", config, "precision.kv_cache=bf16", "--json", "-", "--against", config) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["graphs"][0]["role"] == "rollout"
-    assert "precision.kv_cache: bf16 / None" in captured.err
+    assert "precision.kv_cache: 'bf16' / null" in captured.err
     assert "fprop K bf16 / e4m3 row (2^n scale) (rollout, old, train)" in captured.err
 
 

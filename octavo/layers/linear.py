@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from octavo.kernels.gemm import Operand, QuantizedMatrix, gemm, grid_operand, quantize_matrix, split_edges
 from octavo.numerics.fp8 import E4M3, E4M3_MAX, PER_TENSOR, QuantBlock, block_amax, scale_from_amax
-from octavo.numerics.recipe import Recipe
+from octavo.numerics.recipe import GemmRecipe, Recipe
 
 WEIGHTS = ("weight_", "dgrad_")
 """Prefixes of the buffers that `requantize_` writes the weight to."""
+SCALE_STATE = ("activation_scale", "activation_amax", "saturation_counts")
+"""Buffers of a static activation scale, which the weights do not determine."""
 WGRAD_TOKEN_MULTIPLE = 128
 """Token counts are padded with zeros to a multiple of this for WGrad."""
 
@@ -136,26 +138,29 @@ class FP8Linear(nn.Module):
 
     def dgrad(self, grad_y: Tensor) -> Tensor:
         """dX = dY W, rounded once to the dtype of dY."""
-        recipe = self.recipe.dgrad
-        assert recipe is not None, self.recipe.name
-        left = grad_y.float()
-        if self.quantized and recipe.left is not None:
-            left = quantize_matrix(
-                grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits
-            ).dequantize()
-        return (left @ self._backward_weight()).to(grad_y.dtype)
+        assert self.recipe.dgrad is not None, self.recipe.name
+        return (self.gradient_values(grad_y, self.recipe.dgrad) @ self.backward_weight()).to(grad_y.dtype)
 
     def wgrad(self, grad_y: Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         """dW [N, K] fp32 = dY^T X, tokens in blocks of 128."""
-        recipe = self.recipe.wgrad
-        assert recipe is not None, self.recipe.name
-        if not self.quantized or recipe.left is None or recipe.right is None:
-            assert isinstance(saved_x, Tensor)
-            return grad_y.float().T @ saved_x.float()
-        if isinstance(saved_x, Tensor):
-            saved_x = quantize_matrix(pad_tokens(saved_x), recipe.right, self.recipe.scale_rounding)
-        left = quantize_matrix(pad_tokens(grad_y), recipe.left, self.recipe.scale_rounding, column_splits=self.splits)
-        return left.dequantize().T @ saved_x.dequantize()
+        assert self.recipe.wgrad is not None, self.recipe.name
+        if self.quantized and self.recipe.wgrad.left is not None:
+            grad_y = pad_tokens(grad_y)
+        return self.gradient_values(grad_y, self.recipe.wgrad).T @ self.saved_values(saved_x)
+
+    def gradient_values(self, grad_y: Tensor, recipe: GemmRecipe) -> Tensor:
+        """dY [T, N] as DGrad or WGrad multiplies it, fp32."""
+        if not self.quantized or recipe.left is None:
+            return grad_y.float()
+        return quantize_matrix(grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits).dequantize()
+
+    def saved_values(self, saved_x: QuantizedMatrix | Tensor) -> Tensor:
+        """What `save_activation` kept, as WGrad multiplies it, fp32."""
+        assert self.recipe.wgrad is not None, self.recipe.name
+        right = self.recipe.wgrad.right
+        if isinstance(saved_x, Tensor) and self.quantized and right is not None:
+            saved_x = quantize_matrix(pad_tokens(saved_x), right, self.recipe.scale_rounding)
+        return saved_x.float() if isinstance(saved_x, Tensor) else saved_x.dequantize()
 
     def save_activation(self, x: Tensor) -> QuantizedMatrix | Tensor:
         """X in the layout and format that WGrad multiplies."""
@@ -171,11 +176,19 @@ class FP8Linear(nn.Module):
             return None
         return self._beyond_scale(x)
 
+    def stored_weight(self) -> Tensor | None:
+        """The bytes that FProp reads, [N, K]; None where the layer has none of the format that it is set to."""
+        return self._buffers.get("weight_q" if self.quantized else "weight_hp")
+
+    def forget_prepared(self) -> None:
+        """Drop the operands that are kept ready; the next product makes them anew."""
+        self._cache.clear()
+
     def weight_operand(self) -> Operand:
         """The weight prepared for FProp."""
         return self._prepared("fprop", self._prepare_fprop)
 
-    def _backward_weight(self) -> Tensor:
+    def backward_weight(self) -> Tensor:
         """[N, K] fp32 values of the weight that DGrad multiplies."""
         if not self.quantized:
             return self.weight_hp.float()

@@ -1,46 +1,54 @@
-"""The precision flow as live objects show it: bytes, dtypes, scale shapes, and what a probe comes out as.
+"""The precision flow as live objects show it: the numbers that the products would multiply, and what they lie in.
 
-Nothing here reads the declaration. What exists only inside a backward pass (dY) or for the length of an operation
-(scores) leaves nothing to look at; tests hold that to the declaration instead.
+A weight is compared with what the declared edge makes of its master, activations and gradients with what it makes of a
+probe, bit for bit: another block, another scale, stale bytes are seen whatever the object calls itself. What exists
+only inside a function (scores, the output of a norm) leaves nothing to look at; tests hold that to the declaration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.attention import StoredKV, probability_dtype, store_kv
-from octavo.kernels.gemm import QuantizedMatrix
-from octavo.layers.linear import FP8Linear
+from octavo.kernels.gemm import Operand, grid_operand
+from octavo.layers.linear import SCALE_STATE, FP8Linear
 from octavo.models.decoder import Decoder
-from octavo.numerics.fp8 import PER_ROW, PER_TENSOR, QuantBlock
-from octavo.numerics.precision_flow import (
-    Edge,
-    EdgeKey,
-    Format,
-    Graph,
-    Scale,
-    differing,
-    edge_text,
-    lines,
-    shortened,
+from octavo.numerics.flow_edges import E4M3_SUMS, GRID_SUMS
+from octavo.numerics.fp8 import (
+    BLOCK_1X128,
+    BLOCK_128X1,
+    BLOCK_128X128,
+    PER_COLUMN,
+    PER_ROW,
+    PER_TENSOR,
+    block_amax,
+    dequantize,
+    quantize_with_scale,
+    scale_from_amax,
 )
+from octavo.numerics.precision_flow import Difference, Edge, Format, Graph, Scale, lines, shortened, shown
 from octavo.numerics.recipe import StorageFormat
 
-FORMATS: dict[torch.dtype, Format] = {
-    torch.float8_e4m3fn: "e4m3",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
+DTYPES: dict[Format, torch.dtype] = {
+    "e4m3": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
 }
+BLOCKS = (PER_ROW, PER_COLUMN, PER_TENSOR, BLOCK_1X128, BLOCK_128X1, BLOCK_128X128)
+SCALES: tuple[Scale, ...] = ("fp32", "power_of_two")
 OBSERVED = {
-    "projection": ("fprop X", "fprop W", "fprop bias", "dgrad W", "saved X", "master W", "master bias"),
+    "projection": ("fprop X", "fprop W", "fprop bias", "fprop Y", "dgrad dY", "dgrad W", "wgrad dY", "wgrad X")
+    + ("saved X", "master W", "master bias"),
     "norm": ("fprop W", "master W"),
     "embedding": ("fprop W", "master W"),
     "head": ("fprop W", "master W"),
+    "rotary": ("fprop cos sin",),
     "kv_cache": ("fprop K", "fprop V"),
     "attention": ("fprop Q", "fprop K^", "fprop V^", "fprop P"),
 }
@@ -51,179 +59,209 @@ PROBE_TOKENS = 130
 
 @dataclass(frozen=True, eq=False)
 class LiveCache:
-    """Keys and values as a role stores them."""
+    """What a role makes of keys and values."""
 
     kv_format: StorageFormat
-    """That new ones are written in."""
+    """That it writes."""
     k: StoredKV
-    """Some of them, [T, Hkv, Dh]."""
+    """`kv_probe` as it stored it."""
     v: StoredKV
     """Likewise."""
 
 
-def packed_cache(decoder: Decoder) -> LiveCache:
-    """What a training forward of this decoder makes of keys and values."""
-    probe = torch.ones(1, decoder.config.num_kv_heads, decoder.config.head_dim, dtype=decoder.dtype)
-    stored = store_kv(probe, decoder.recipe.kv_cache)
-    return LiveCache(decoder.recipe.kv_cache, stored, stored)
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A tensor as a live object has it."""
+
+    dtype: torch.dtype | None
+    """That it lies in; None for an operand made for one product."""
+    values: Tensor | None = None
+    """The numbers that are multiplied, a matrix; None where only the dtype is compared."""
+    source: Tensor | None = None
+    """The master or probe that they were made of."""
+    kernel: str | None = None
+    """The sums that an operand is ready for; None where it does not tell."""
 
 
+_Observation = tuple[str, str, _Found]
+"""Module, edge, and what was found."""
+
+
+@torch.no_grad()
 def check_observed(declared: Graph, decoder: Decoder, cache: LiveCache) -> None:
     """Hold the live decoder and cache of a role to its declared graph.
 
     Raises:
         ValueError: names each edge, as declared and as found.
     """
-    observed = observe(decoder, cache, backward=declared.role == "train")
-    found = lines(differing(_observable(declared), observed, declared.role))
-    if found:
+    edges = {(node.name, edge.name): edge for node in declared.nodes for edge in node.edges}
+    missing = {(node.name, name) for node in declared.nodes for name in OBSERVED.get(node.kind, ())} & edges.keys()
+    differences = []
+    for node, name, found in _observe(decoder, cache, backward=declared.role == "train"):
+        missing.discard((node, name))
+        texts = _texts(edges.get((node, name)), found)
+        if texts is not None:
+            differences.append(Difference(role=declared.role, node=node, edge=name, left=texts[0], right=texts[1]))
+    for node, name in (key for key in edges if key in missing):
+        text = edges[node, name].text()
+        differences.append(Difference(role=declared.role, node=node, edge=name, left=text, right="absent"))
+    if differences:
         raise ValueError(
-            f"precision flow of {declared.role}, declared / found: {shortened(found)}. No step was taken: something "
-            f"changed the model after it was built; with nothing of yours between, report it as a bug"
+            f"precision flow of {declared.role}, declared / found: {shortened(lines(differences))}. No step was taken: "
+            f"something changed the model after it was built; with nothing of yours between, report it as a bug"
         )
 
 
-def observe(decoder: Decoder, cache: LiveCache, *, backward: bool) -> dict[EdgeKey, str]:
-    """The edges that live objects show, {(module, edge): as `Edge.text` puts it}.
+def packed_cache(decoder: Decoder) -> LiveCache:
+    """What a training forward of this decoder makes of keys and values."""
+    stored = store_kv(kv_probe(decoder), decoder.recipe.kv_cache)
+    return LiveCache(decoder.recipe.kv_cache, stored, stored)
+
+
+def kv_probe(decoder: Decoder) -> Tensor:
+    """Keys or values of two tokens, [2, Hkv, Dh]."""
+    Hkv, Dh = decoder.config.num_kv_heads, decoder.config.head_dim
+    return _probe(2 * Hkv, Dh, decoder.embed_hp).view(2, Hkv, Dh)
+
+
+def _observe(decoder: Decoder, cache: LiveCache, *, backward: bool) -> Iterator[_Observation]:
+    """Every tensor that the live objects show.
 
     Args:
         decoder: that the role runs.
-        cache: that the role runs it with.
+        cache: what the role makes of keys and values.
         backward: whether the role trains.
     """
-    found: dict[EdgeKey, str] = {}
 
-    def table(name: str, copy: Tensor, master: Tensor) -> None:
-        found[name, "fprop W"] = _format(copy)
+    def weight(name: str, copy: Tensor, master: Tensor) -> Iterator[_Observation]:
+        yield name, "fprop W", _Found(copy.dtype, copy, master)
         if backward:
-            found[name, "master W"] = _format(master)
+            yield name, "master W", _Found(master.dtype)
 
-    table("model.embed_tokens", decoder.embed_hp, decoder.embed_tokens)
+    yield from weight("model.embed_tokens", decoder.embed_hp, decoder.embed_tokens)
+    kv = kv_probe(decoder).flatten(0, 1)
     for index, block in enumerate(decoder.blocks()):
         layer = f"model.layers.{index}"
+        attention = f"{layer}.self_attn"
         norms = {
-            "input_layernorm": block.input_norm,
-            "self_attn.q_norm": block.q_norm,
-            "self_attn.k_norm": block.k_norm,
-            "post_attention_layernorm": block.post_norm,
+            f"{layer}.input_layernorm": block.input_norm,
+            f"{attention}.q_norm": block.q_norm,
+            f"{attention}.k_norm": block.k_norm,
+            f"{layer}.post_attention_layernorm": block.post_norm,
         }
         for name, norm in norms.items():
             if norm is not None:
-                table(f"{layer}.{name}", norm.weight, norm.weight)
-        linears = {"self_attn": (block.qkv_proj, block.o_proj), "mlp": (block.gate_up_proj, block.down_proj)}
-        for parent, parts in linears.items():
-            for linear in parts:
-                for name, N in linear.projections.items():
-                    texts = _projection(linear, N, decoder.dtype, backward)
-                    found |= {(f"{layer}.{parent}.{name}", edge): text for edge, text in texts.items()}
-        for edge, stored in (("K", cache.k), ("V", cache.v)):
-            found[f"{layer}.self_attn.kv_cache", f"fprop {edge}"] = _stored(stored)
-            found[f"{layer}.self_attn.attention", f"fprop {edge}^"] = _format(stored.decode())
-        for edge in ("Q", "P"):
-            found[f"{layer}.self_attn.attention", f"fprop {edge}"] = FORMATS[probability_dtype(cache.kv_format)]
-    table("model.norm", decoder.norm.weight, decoder.norm.weight)
+                yield from weight(name, norm.weight, norm.weight)
+        for linear in (block.qkv_proj, block.o_proj):
+            yield from _projections(attention, linear, decoder.embed_hp, backward)
+        for linear in (block.gate_up_proj, block.down_proj):
+            yield from _projections(f"{layer}.mlp", linear, decoder.embed_hp, backward)
+        coarser = min(decoder.cos, decoder.sin, key=lambda table: table.element_size())
+        yield f"{attention}.rotary", "fprop cos sin", _Found(coarser.dtype)
+        for tensor, stored in (("K", cache.k), ("V", cache.v)):
+            scale = 1.0 if stored.scale is None else stored.scale[..., None]
+            values = (stored.values.float() * scale).flatten(0, 1)
+            yield f"{attention}.kv_cache", f"fprop {tensor}", _Found(stored.values.dtype, values, kv)
+            yield f"{attention}.attention", f"fprop {tensor}^", _Found(stored.decode().dtype)
+        for tensor in ("Q", "P"):
+            yield f"{attention}.attention", f"fprop {tensor}", _Found(probability_dtype(cache.kv_format))
+    yield from weight("model.norm", decoder.norm.weight, decoder.norm.weight)
     if decoder.lm_head is None:
-        table("lm_head", decoder.embed_hp, decoder.embed_tokens)
+        yield from weight("lm_head", decoder.embed_hp, decoder.embed_tokens)
     else:
-        table("lm_head", decoder.lm_head_hp, decoder.lm_head)
-    return found
+        yield from weight("lm_head", decoder.lm_head_hp, decoder.lm_head)
 
 
-def _projection(layer: FP8Linear, N: int, dtype: torch.dtype, backward: bool) -> dict[str, str]:
-    """Edge: text, of one projection of N rows, from the layer's buffers and a probe."""
-    probe = torch.ones(PROBE_TOKENS, layer.in_features, dtype=dtype, device=layer.weight.device)
-    probe[1] = 2.0
-    texts = {"fprop X": _activation(layer, probe), "fprop W": _weight(layer, "weight_q", N)}
-    if layer.bias_hp is not None:
-        texts["fprop bias"] = _format(layer.bias_hp)
-    if not backward:
-        return texts
-    texts["dgrad W"] = _weight(layer, "dgrad_q" if "dgrad_q" in layer._buffers else "weight_q", N)
-    saved = layer.save_activation(probe)
-    if isinstance(saved, QuantizedMatrix):
-        sizes = [len(saved.q)], [layer.in_features]
-        texts["saved X"] = edge_text(_format(saved.q), _block(saved.scale, sizes), _rounding(saved.scale))
-    else:
-        texts["saved X"] = _format(saved)
-    texts["master W"] = _format(layer.weight)
-    if layer.bias is not None:
-        texts["master bias"] = _format(layer.bias)
-    return texts
+def _projections(parent: str, layer: object, like: Tensor, backward: bool) -> Iterator[_Observation]:
+    """What the products of a layer multiply, and its masters. The layer is as it was, afterwards."""
+    if not isinstance(layer, FP8Linear) or (stored := layer.stored_weight()) is None:
+        return
+    scales = {name: buffer.clone() for name, buffer in layer.named_buffers() if name in SCALE_STATE}
+    if scales:  # as in the very first batch, whose amax sets the scale
+        layer.activation_scale.fill_(torch.nan)
+        layer.activation_amax.zero_()
+    x, grad_y = (_probe(PROBE_TOKENS, width, like) for width in (layer.in_features, sum(layer.splits)))
+    activation, weight, y = layer.activation_operand(x), layer.weight_operand(), layer.fprop(x[:1])
+    stop = 0
+    for projection, N in layer.projections.items():
+        name, rows = f"{parent}.{projection}", slice(stop, stop := stop + N)
+        master = layer.weight[rows]
+        yield name, "fprop X", _Found(None, _values(activation), x, _kernel(activation))
+        yield name, "fprop W", _Found(stored.dtype, _values(weight)[rows], master, _kernel(weight))
+        yield name, "fprop Y", _Found(y.dtype)
+        if layer.bias is not None and layer.bias_hp is not None:
+            yield name, "fprop bias", _Found(layer.bias_hp.dtype, layer.bias_hp[rows], layer.bias[rows])
+        if not backward or layer.recipe.dgrad is None or layer.recipe.wgrad is None:
+            continue
+        saved = layer.save_activation(x)
+        saved_dtype = saved.dtype if isinstance(saved, Tensor) else saved.q.dtype
+        saved_values = saved if isinstance(saved, Tensor) else saved.dequantize()
+        dy = grad_y[:, rows]
+        yield name, "dgrad dY", _Found(None, layer.gradient_values(grad_y, layer.recipe.dgrad)[:, rows], dy)
+        yield name, "dgrad W", _Found(stored.dtype, layer.backward_weight()[rows], master)
+        yield name, "wgrad dY", _Found(None, layer.gradient_values(grad_y, layer.recipe.wgrad)[:, rows], dy)
+        yield name, "wgrad X", _Found(None, layer.saved_values(saved)[:PROBE_TOKENS], x)
+        yield name, "saved X", _Found(saved_dtype, saved_values[:PROBE_TOKENS], x)
+        yield name, "master W", _Found(layer.weight.dtype)
+        if layer.bias is not None:
+            yield name, "master bias", _Found(layer.bias.dtype)
+    for buffer, kept in scales.items():
+        getattr(layer, buffer).copy_(kept)
+    layer.forget_prepared()
 
 
-def _activation(layer: FP8Linear, probe: Tensor) -> str:
-    """X of FProp: the buffer of a frozen scale, else what the probe comes out as."""
-    if layer.quantized and layer.recipe.static_activation_scale:
-        rounding: Scale = "power_of_two" if layer.recipe.scale_rounding == "power_of_two" else "fp32"
-        if layer._buffers.get("activation_scale") is None:
-            return "absent"
-        return edge_text("e4m3", PER_TENSOR, rounding, layer.recipe.amax_margin)
-    operand = layer.activation_operand(probe)
+def _probe(rows: int, columns: int, like: Tensor) -> Tensor:
+    """Random numbers [rows, columns] from 2^-16 to 2^6: more than E4M3 has room for, so every scale leaves its mark."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.arange(rows)[:, None] % 5 - torch.randint(16, (rows, columns), generator=generator)
+    return (torch.randn(rows, columns, generator=generator) * 2.0**exponents).to(like.device, like.dtype)
+
+
+def _values(operand: Operand) -> Tensor:
+    """The numbers that an operand stands for: fp32 where they are E4M3, else float64."""
     if operand.scale is None:
-        return _format(probe)
-    rows = None if operand.scale[0].equal(operand.scale[1]) else 1
-    block = rows, _block_size(operand.scale.shape[1], [layer.in_features])
-    return edge_text("e4m3", block, _rounding(operand.scale))
+        return operand.values
+    sizes = torch.tensor(operand.k_edges, device=operand.scale.device).diff()
+    return operand.values.float().mul_(operand.scale.repeat_interleave(sizes, dim=1))
 
 
-def _weight(layer: FP8Linear, name: str, N: int) -> str:
-    """W from the buffers that the layer reads it from."""
-    q = layer._buffers.get(name if layer.quantized else "weight_hp")
-    scale = layer._buffers.get(f"{name}_scale") if layer.quantized else None
-    if q is None or scale is None:
-        return "absent" if q is None else _format(q)
-    # One scale can be a power of two by chance; none must be otherwise where the layer rounds them.
-    rounding = _rounding(scale) if layer.recipe.scale_rounding == "power_of_two" else "fp32"
-    block = _block(scale, (layer.splits, [layer.in_features]))
-    return edge_text(_format(q), _normal(block, (N, layer.in_features)), rounding)
+def _kernel(operand: Operand) -> str:
+    return GRID_SUMS if operand.scale is None else E4M3_SUMS
 
 
-def _stored(kv: StoredKV) -> str:
-    if kv.scale is None:
-        return _format(kv.values)
-    block = PER_ROW if kv.scale.shape == kv.values.shape[:-1] else PER_TENSOR
-    return edge_text(_format(kv.values), block, _rounding(kv.scale))
+def _texts(declared: Edge | None, found: _Found) -> tuple[str, str] | None:
+    """The edge as declared and as found; None where they agree."""
+    edge = declared or Edge(phase="fprop", tensor="", sources=(), format="fp32", kernel="")
+    edge = replace(edge, kernel=found.kernel or edge.kernel)
+    plain = [replace(edge, format=format, quant_block=None, scale="none", margin=None) for format in DTYPES]
+    quantised = [
+        replace(edge, format="e4m3", quant_block=block, scale=scale, margin=None)
+        for block, scale in product(sorted(BLOCKS, key=lambda block: block != edge.quant_block), SCALES)
+    ]
+    match = next((other for other in (edge, *plain, *quantised) if _made_by(other, found)), None)
+    if declared is not None and match == declared:
+        return None
+    if match is not None:
+        return shown(declared, match), shown(match, declared)
+    formats = [format for format, dtype in DTYPES.items() if dtype == found.dtype]
+    text = "other numbers" if found.dtype is None else next(iter(formats), str(found.dtype))
+    return shown(declared, None), f"{text} of other numbers" if formats == [edge.format] else text
 
 
-def _format(x: Tensor) -> str:
-    return FORMATS.get(x.dtype, str(x.dtype))
-
-
-def _rounding(scale: Tensor) -> Scale:
-    return "power_of_two" if bool((torch.frexp(scale).mantissa == 0.5).all()) else "fp32"
-
-
-def _block(scale: Tensor, sizes: tuple[Sequence[int], Sequence[int]]) -> QuantBlock:
-    """The block shape that gives this shape of scales; blocks restart at each of the sizes."""
-    return _block_size(scale.shape[0], sizes[0]), _block_size(scale.shape[1], sizes[1])
-
-
-def _block_size(count: int, sizes: Sequence[int]) -> int | None:
-    """The block of a dimension of which there are `count`; -1 where no block that octavo has gives as many."""
-    for block in (None, 1, 128):
-        if sum(-(-size // (block or size)) for size in sizes) == count:
-            return block
-    return -1
-
-
-def _normal(block: QuantBlock, shape: tuple[int, int]) -> QuantBlock:
-    """A block as large as the dimension is the whole dimension: scales of the same shape."""
-    rows, columns = (None if size is not None and size >= n else size for size, n in zip(block, shape, strict=True))
-    return rows, columns
-
-
-def _observable(declared: Graph) -> dict[EdgeKey, str]:
-    """The declared edges that can be observed, as `observe` puts them."""
-    found = {}
-    for node in declared.nodes:
-        for edge in node.edges:
-            if edge.name in OBSERVED.get(node.kind, ()):
-                found[node.name, edge.name] = _normal_edge(edge, node.shape).text()
-    return found
-
-
-def _normal_edge(edge: Edge, shape: tuple[int, ...]) -> Edge:
-    if edge.quant_block is None or len(shape) != 2:
-        return edge
-    size = shape if edge.tensor == "W" else (PROBE_TOKENS, shape[1])
-    return replace(edge, quant_block=_normal(edge.quant_block, size))
+def _made_by(edge: Edge, found: _Found) -> bool:
+    """Whether the declared way gives what was found, from the same source, to the bit."""
+    if found.dtype is not None and found.dtype != DTYPES[edge.format]:
+        return False
+    if found.values is None or found.source is None:
+        return edge.quant_block is None
+    if edge.quant_block is None:
+        values = found.source.to(DTYPES[edge.format])
+    elif found.source.ndim != 2:
+        return False
+    else:
+        amax = block_amax(found.source, edge.quant_block) * (1.0 if edge.margin is None else edge.margin)
+        scale = scale_from_amax(amax, "power_of_two" if edge.scale == "power_of_two" else "none")
+        values = dequantize(quantize_with_scale(found.source, scale, edge.quant_block), scale, edge.quant_block)
+    if found.kernel == GRID_SUMS:
+        values = grid_operand(values.bfloat16() if edge.format == "e4m3" else values).values
+    return torch.equal(values.to(found.values.dtype), found.values)

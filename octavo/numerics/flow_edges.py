@@ -8,7 +8,7 @@ The live model is observed on its own (models/observed.py) and must agree before
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.numerics.fp8 import PER_ROW, QuantBlock
 from octavo.numerics.precision_flow import Edge, Format, Graph, Kind, Node, Phase, PrecisionFlow, Role
@@ -20,8 +20,10 @@ GRID_SUMS = "exact grid sums"
 """Operands on a fixed-point grid, blocks of 128 along K (64 keys) summed exactly."""
 FP32_PRODUCT = "FP32 product"
 """Decoded operands multiplied in FP32, in the BLAS's order: the backward."""
+FP32_SUM = "FP32 sum"
+"""Rows of one token added up: the embedding's gradient."""
 FP32 = "FP32, rounded once"
-"""Elementwise, or with an exact sum of squares."""
+"""Elementwise; a norm's mean square is an exact sum, that of its backward an FP32 one."""
 COPY = "copy"
 """Cast, stored or looked up."""
 NONE = GemmRecipe(left=None, right=None)
@@ -96,7 +98,7 @@ def check_kept(modules: Sequence[Module], recipe: Recipe) -> None:
         if not any(names_module(pattern, name) for name in names):
             example = next(module.name for module in modules if module.kind == "projection")
             raise ValueError(
-                f"precision.keep_bf16 has {pattern!r}, which names no module; modules look like {example!r}. "
+                f"keep_bf16 has {pattern!r}, which names no module; modules look like {example!r}. "
                 f"Patterns match whole names: 'down_proj', 'layers.0.*'"
             )
     for module in modules:
@@ -142,12 +144,8 @@ class _Writer:
         if quant_block is None:
             return self.edge(phase, tensor, sources, kernel)
         frozen = self.recipe.static_activation_scale and (phase, tensor) == ("fprop", "X")
-        return Edge(
-            phase=phase,
-            tensor=tensor,
-            sources=sources,
-            kernel=kernel,
-            format="e4m3",
+        return replace(
+            self.edge(phase, tensor, sources, kernel, "e4m3"),
             quant_block=quant_block,
             scale="power_of_two" if self.recipe.scale_rounding == "power_of_two" else "fp32",
             margin=self.recipe.amax_margin if frozen else None,
@@ -178,7 +176,7 @@ class _Writer:
         owner = (self.module.tied_to,) if self.module.tied_to else ()
         return [
             self.edge("master", tensor, owner, COPY, "fp32"),
-            self.edge("gradient", f"d{tensor}", owner, FP32, "fp32"),
+            self.edge("gradient", f"d{tensor}", owner, "", "fp32"),
         ]
 
     def export(self) -> list[Edge]:
@@ -219,18 +217,7 @@ def _kv_cache(w: _Writer) -> tuple[list[Edge], list[Edge]]:
     """Stored as every query sees them; the gradient passes straight through."""
     forward = w.inputs(COPY, "K", "V")
     if w.recipe.kv_cache == "fp8":
-        forward = [
-            Edge(
-                phase="fprop",
-                tensor=edge.tensor,
-                sources=edge.sources,
-                kernel=COPY,
-                format="e4m3",
-                quant_block=PER_ROW,
-                scale="power_of_two",
-            )
-            for edge in forward
-        ]
+        forward = [replace(edge, format="e4m3", quant_block=PER_ROW, scale="power_of_two") for edge in forward]
     return forward, [w.edge("dgrad", "dK", w.readers, COPY), w.edge("dgrad", "dV", w.readers, COPY)]
 
 
@@ -278,10 +265,7 @@ def _residual(w: _Writer) -> tuple[list[Edge], list[Edge]]:
 
 
 def _embedding(w: _Writer) -> tuple[list[Edge], list[Edge]]:
-    return [w.edge("fprop", "W", (), COPY), w.output()], [
-        w.edge("dgrad", "dY", w.readers, FP32),
-        *w.parameter(),
-    ]
+    return [w.edge("fprop", "W", (), COPY), w.output()], [w.edge("dgrad", "dY", w.readers, FP32_SUM), *w.parameter()]
 
 
 def _head(w: _Writer) -> tuple[list[Edge], list[Edge]]:

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import Any, Literal
 
 from octavo.numerics.fp8 import PER_COLUMN, PER_ROW, PER_TENSOR, QuantBlock
@@ -23,9 +24,8 @@ Phase = Literal["fprop", "dgrad", "wgrad", "saved", "master", "gradient", "expor
 Format = Literal["e4m3", "bf16", "fp16", "fp32"]
 Scale = Literal["none", "fp32", "power_of_two"]
 Kind = Literal["embedding", "norm", "projection", "rotary", "kv_cache", "attention", "activation", "residual", "head"]
-EdgeKey = tuple[str, str]
-"""Name of a node and of one of its edges: ("model.norm", "fprop X")."""
 
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 MAX_LINES_IN_ERROR = 4
 """Groups of modules that an error names in full; the others are counted."""
 
@@ -147,14 +147,14 @@ class PrecisionFlow:
             )
 
     def diff(self, other: PrecisionFlow) -> list[Difference]:
-        """Every edge that this flow and another do not share, in any role and phase."""
+        """Every edge that this flow and another do not share, in any role and phase; shapes; why a node is not FP8."""
         found = []
         for role in dict.fromkeys(graph.role for graph in (*self.graphs, *other.graphs)):
             mine, its = (
                 next((graph for graph in flow.graphs if graph.role == role), Graph(role=role, recipe="", nodes=()))
                 for flow in (self, other)
             )
-            found += compare(mine, its)
+            found += compare(mine, its) + compare_nodes(mine, its)
         return found
 
     def kept(self, role: Role = "train") -> dict[str, str]:
@@ -162,12 +162,22 @@ class PrecisionFlow:
         return {node.name: node.kept for node in self.graph(role).nodes if node.kept}
 
     def to_json(self) -> str:
-        """JSON, a node a line; fields at their default are left out. `from_json` gives back an equal flow."""
+        """JSON that does not grow with the layers: each kind of node once, and of each graph the layers made of them.
+
+        In a node of layer i `{i}` stands for that number and `{i-1}` for the one before; fields at their default are
+        left out. `from_json` gives back an equal flow.
+        """
+        numbers: dict[str, int] = {}
         graphs = []
         for graph in self.graphs:
-            nodes = ",\n".join(json.dumps(_plain(node)) for node in graph.nodes)
-            graphs.append(f'{{"role": "{graph.role}", "recipe": "{graph.recipe}", "nodes": [\n{nodes}\n]}}')
-        return '{"graphs": [\n' + ",\n".join(graphs) + "\n]}\n"
+            runs: list[dict[str, list[int]]] = []
+            for layer, nodes in groupby(graph.nodes, key=lambda node: _layer(node.name)):
+                kinds = [numbers.setdefault(_relative(json.dumps(_plain(node)), layer), len(numbers)) for node in nodes]
+                if layer is None or not runs or not runs[-1]["layers"] or runs[-1]["nodes"] != kinds:
+                    runs.append({"layers": [], "nodes": kinds})
+                runs[-1]["layers"] += [] if layer is None else [layer]
+            graphs.append(json.dumps({"role": graph.role, "recipe": graph.recipe, "nodes": runs}))
+        return "".join(('{"nodes": [\n', ",\n".join(numbers), '\n], "graphs": [\n', ",\n".join(graphs), "\n]}\n"))
 
     @staticmethod
     def from_json(text: str) -> PrecisionFlow:
@@ -177,41 +187,67 @@ class PrecisionFlow:
             ValueError: the text is no such JSON.
         """
         try:
+            data = json.loads(text)
+            kinds = [json.dumps(kind) for kind in data["nodes"]]
             graphs = [
-                Graph(role=graph["role"], recipe=graph["recipe"], nodes=tuple(_node(node) for node in graph["nodes"]))
-                for graph in json.loads(text)["graphs"]
+                Graph(
+                    role=graph["role"],
+                    recipe=graph["recipe"],
+                    nodes=tuple(
+                        _node(json.loads(_absolute(kinds[number], layer)))
+                        for run in graph["nodes"]
+                        for layer in run["layers"] or [None]
+                        for number in run["nodes"]
+                    ),
+                )
+                for graph in data["graphs"]
             ]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"not a precision flow as octavo writes it ({type(error).__name__}: {error})") from error
         return PrecisionFlow(graphs=tuple(graphs))
 
 
 def compare(left: Graph, right: Graph, phase: Phase | None = None) -> list[Difference]:
-    """Edges whose format, block, scale, kernel or sources differ, and edges of nodes that one side lacks.
-
-    Where the texts agree, the difference shows the kernel, or else the sources.
-    """
+    """Edges that differ in anything, and edges of nodes that one side lacks."""
     a, b = (
         {(node.name, edge.name): edge for node in graph.nodes for edge in node.edges if phase in (None, edge.phase)}
         for graph in (left, right)
     )
-    texts: tuple[dict[EdgeKey, str], dict[EdgeKey, str]] = ({}, {})
-    for edges, shown, others in ((a, texts[0], b), (b, texts[1], a)):
-        for key, edge in edges.items():
-            other = others.get(key, edge)
-            shown[key] = edge.text()
-            if edge != other and shown[key] == other.text():
-                shown[key] += f" [{edge.kernel if edge.kernel != other.kernel else ', '.join(edge.sources)}]"
-    return differing(*texts, right.role)
-
-
-def differing(left: dict[EdgeKey, str], right: dict[EdgeKey, str], role: Role) -> list[Difference]:
-    """The keys whose texts differ, in order; a text that one side lacks is `absent`."""
     return [
-        Difference(role=role, node=key[0], edge=key[1], left=left.get(key, "absent"), right=right.get(key, "absent"))
-        for key in dict.fromkeys([*left, *right])
-        if left.get(key, "absent") != right.get(key, "absent")
+        Difference(
+            role=right.role,
+            node=key[0],
+            edge=key[1],
+            left=shown(a.get(key), b.get(key)),
+            right=shown(b.get(key), a.get(key)),
+        )
+        for key in dict.fromkeys([*a, *b])
+        if a.get(key) != b.get(key)
     ]
+
+
+def compare_nodes(left: Graph, right: Graph) -> list[Difference]:
+    """Of nodes that both graphs have: the shapes of weights that differ, and the reasons why they are not FP8."""
+    others = {node.name: node for node in right.nodes}
+    return [
+        Difference(role=right.role, node=node.name, edge=edge, left=mine, right=its)
+        for node in left.nodes
+        if (other := others.get(node.name)) is not None
+        for edge, mine, its in (
+            ("shape", str(node.shape), str(other.shape)),
+            ("why not FP8:", node.kept or "it is", other.kept or "it is"),
+        )
+        if mine != its
+    ]
+
+
+def shown(edge: Edge | None, other: Edge | None) -> str:
+    """The text of an edge beside another's; where the texts agree, with its kernel or else its sources."""
+    if edge is None:
+        return "absent"
+    if other is None or edge.text() != other.text():
+        return edge.text()
+    return f"{edge.text()} [{edge.kernel if edge.kernel != other.kernel else ', '.join(edge.sources)}]"
 
 
 def lines(differences: Iterable[Difference], *, roles: bool = False) -> list[str]:
@@ -257,7 +293,7 @@ def edge_text(
     """`e4m3 1x128`, `bf16`, `e4m3 tensor (2^n scale, frozen x1.25)`."""
     notes = ["2^n scale"] if scale == "power_of_two" else []
     if margin is not None:
-        notes.append(f"frozen x{margin:g}")
+        notes.append(f"frozen x{str(margin).removesuffix('.0')}")
     text = format if quant_block is None else f"{format} {block_text(quant_block)}"
     return f"{text} ({', '.join(notes)})" if notes else text
 
@@ -266,6 +302,29 @@ def block_text(quant_block: QuantBlock) -> str:
     """(1, 128) -> 1x128; tensor, row and column for those that take a whole dimension."""
     names = {PER_TENSOR: "tensor", PER_ROW: "row", PER_COLUMN: "column"}
     return names.get(quant_block) or "x".join("all" if size is None else str(size) for size in quant_block)
+
+
+def _layer(name: str) -> int | None:
+    """The layer that a node lies in."""
+    found = LAYER.match(name)
+    return None if found is None else int(found[1])
+
+
+def _relative(text: str, layer: int | None) -> str:
+    """Layers as offsets from this one, so that nodes that differ in nothing but their layer have the same text."""
+    if layer is None:
+        return text
+
+    def offset(found: re.Match[str]) -> str:
+        away = int(found[1]) - layer
+        return f"model.layers.{{i{f'{away:+d}' if away else ''}}}."
+
+    return LAYER.sub(offset, text)
+
+
+def _absolute(text: str, layer: int | None) -> str:
+    """`_relative` undone."""
+    return text if layer is None else re.sub(r"\{i([+-]\d+)?\}", lambda found: str(layer + int(found[1] or 0)), text)
 
 
 def _plain(item: Any) -> dict[str, Any]:

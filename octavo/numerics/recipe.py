@@ -135,7 +135,7 @@ class Recipe:
         kept = [self.keeps_bf16(name) for name in module_names]
         if any(kept) and not all(kept):
             raise ValueError(
-                f"precision.keep_bf16 keeps only part of the fused projections "
+                f"keep_bf16 keeps only part of the fused projections "
                 f"{[name.rpartition('.')[2] for name in module_names]} of {module_names[0].rpartition('.')[0]}; "
                 f"name all of them or none"
             )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from octavo.numerics.precision_flow import PrecisionFlow, lines
 from octavo.trainer.config import TrainConfig
-from octavo.trainer.config_file import load_config, to_dict
+from octavo.trainer.config_file import differences, load_config, to_dict
 from octavo.trainer.precision import declared_flow
 
 
@@ -30,18 +29,9 @@ def against_lines(config: TrainConfig, flow: PrecisionFlow, other: Path) -> list
     else:
         other_config = load_config(TrainConfig, other)
         other_flow = declared_flow(other_config)
-        mine, its = _flat(to_dict(config)), _flat(to_dict(other_config))
-        differing = [key for key in dict.fromkeys([*mine, *its]) if mine.get(key) != its.get(key)]
-        found.append(f"{len(differing)} keys differ from {other}, this / other:")
-        found += [f"  {key}: {mine.get(key)} / {its.get(key)}" for key in differing]
+        keys = differences(to_dict(config), to_dict(other_config))
+        found.append(f"{len(keys)} keys differ from {other}, this / other:")
+        found += [f"  {key}: {mine} / {its}" for key, mine, its in keys]
     edges = lines(flow.diff(other_flow), roles=True)
     found.append(f"{len(edges)} groups of modules differ from {other}, this / other:")
     return found + [f"  {line}" for line in edges]
-
-
-def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections -> dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

@@ -58,7 +58,7 @@ def draw_flow(flow: PrecisionFlow, path: Path, title: str) -> None:
     axes.text(0.1, 0.25, f"{title}: layer {layer} and the head{note}", fontsize=13, weight="bold", va="center")
     _legend(axes, bool(differing))
     for place, row in enumerate(rows):
-        axes.text(0.1, ROW * (place + 2.5), row_label(row), fontsize=9, va="center")
+        axes.text(0.1, ROW * (place + 2.5), row.modules, fontsize=9, va="center")
     x = LABEL
     for graph, sections in columns:
         recipe = "" if graph.role == "export" else f" ({graph.recipe})"
@@ -102,12 +102,6 @@ def picture_rows(graph: Graph, layer: int) -> list[Row]:
     """Modules of a layer, of the embedding and of the head."""
     here = f"model.layers.{layer}."
     return flow_rows(node for node in graph.nodes if node.name.startswith(here) or "layers." not in node.name)
-
-
-def row_label(row: Row) -> str:
-    """self_attn.q_proj, k_proj, v_proj"""
-    names = [node.name.split(".", 3)[3] if "layers." in node.name else node.name for node in row.nodes]
-    return ", ".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
 
 
 def _sections(graph: Graph, rows: Sequence[Row]) -> dict[str, int]:

@@ -12,8 +12,10 @@ from octavo.numerics.precision_flow import Node, group_name
 class Row:
     """Nodes whose tensors have the same formats, kernels and reasons."""
 
-    names: tuple[str, ...]
-    """model.layers.*.self_attn.q_proj, ...; the layers are written out where the others are of another kind."""
+    layers: str
+    """Numbers of their layers, as 0,2-35; empty outside the layers."""
+    modules: str
+    """self_attn.q_proj, k_proj, v_proj"""
     nodes: tuple[Node, ...]
     """All of them."""
 
@@ -31,11 +33,11 @@ def flow_rows(nodes: Iterable[Node]) -> list[Row]:
             runs.append([pattern])
     rows = []
     for run in runs:
-        layers = _layers(patterns[run[0]])
-        for kind, numbers in layers.items():
-            star = "*" if len(layers) == 1 else number_ranges(numbers)
-            alike = [node for pattern in run for node in patterns[pattern][kind]]
-            rows.append(Row(names=tuple(pattern.replace("*", star) for pattern in run), nodes=tuple(alike)))
+        first, *others = (pattern.removeprefix("model.layers.*.") for pattern in run)
+        modules = ", ".join([first, *(name.removeprefix(first.rpartition(".")[0] + ".") for name in others)])
+        for kind, numbers in _layers(patterns[run[0]]).items():
+            alike = tuple(node for pattern in run for node in patterns[pattern][kind])
+            rows.append(Row(layers=number_ranges(numbers), modules=modules, nodes=alike))
     return rows
 
 

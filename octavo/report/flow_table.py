@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from octavo.numerics.precision_flow import Edge, Graph, Node, PrecisionFlow, lines
-from octavo.report.flow_rows import Row, flow_rows
+from octavo.numerics.precision_flow import Edge, Graph, Phase, PrecisionFlow, Role, lines
+from octavo.report.flow_rows import flow_rows
 
 COLOURS = {"e4m3": "green", "fp16": "magenta", "bf16": "default", "fp32": "cyan"}
 """Of a tensor's format, as the console names them."""
-PIPED_WIDTH = 170
+PIPED_WIDTH = 120
 """Characters in a line where the output is a file or a pipe."""
+PASSES: dict[Phase, str] = {"fprop": "FProp", "dgrad": "DGrad", "wgrad": "WGrad", "saved": "saved"}
+"""Phases that a table shows, and how it calls them."""
 BETWEEN = ("Y", "dX", "dQ", "dK", "dV")
-"""Tensors between modules, which a table's title tells for all of them."""
+"""Tensors between modules, which the line above a table tells for all of them."""
 
 
 def print_flow(flow: PrecisionFlow, allow_mismatch: bool) -> None:
@@ -35,10 +36,12 @@ def flow_report(flow: PrecisionFlow, allow_mismatch: bool) -> list[RenderableTyp
     found = lines(flow.differences())
     forward_roles = ("old", "reference") if found else ("rollout", "old", "reference")
     sharing = [graph.role for graph in flow.graphs if graph.role in forward_roles]
-    parts: list[RenderableType] = []
+    titles: dict[Role, str] = {"train": f"train, and FProp of {', '.join(sharing)}"}
     if found:
-        parts.append(graph_table(flow.graph("rollout"), "rollout"))
-    parts.append(graph_table(flow.graph("train"), f"train, and FProp of {', '.join(sharing)}"))
+        titles = {"rollout": "rollout", **titles}
+    parts: list[RenderableType] = []
+    for role, title in titles.items():
+        parts += [Text(f"{title}: {summary(flow.graph(role))}", "bold"), graph_table(flow.graph(role))]
     if found:
         allowed = "as precision.allow_mismatch allows" if allow_mismatch else "which octavo train refuses"
         parts.append(_list(f"Rollout / training differ, {allowed}:", found))
@@ -50,67 +53,54 @@ def flow_report(flow: PrecisionFlow, allow_mismatch: bool) -> list[RenderableTyp
     return parts
 
 
-def graph_table(graph: Graph, title: str) -> Table:
-    """One graph; the columns of the backward only where it has one."""
-    between = ", ".join(dict.fromkeys(edge.format for edge in _edges(graph.nodes) if edge.tensor in BETWEEN))
-    owned = dict.fromkeys(edge.format for edge in _edges(graph.nodes) if edge.phase in ("master", "gradient"))
-    note = f"; masters and gradients {', '.join(owned)}" if owned else ""
-    table = Table(
-        title=f"{title}: recipe {graph.recipe}; between modules {between}{note}", title_justify="left", show_lines=True
-    )
-    backward = ("DGrad", "WGrad", "saved") if owned else ()
-    for heading in ("module", "count", "FProp X", "FProp W", *backward, "kernel", "why not FP8"):
-        justify: Literal["left", "right"] = "right" if heading == "count" else "left"
-        table.add_column(heading, overflow="fold", justify=justify, no_wrap=heading == "module")
+def summary(graph: Graph) -> str:
+    """What a table leaves out, because it is the same for all modules."""
+    edges = [edge for node in graph.nodes for edge in node.edges]
+    between = ", ".join(dict.fromkeys(edge.format for edge in edges if edge.tensor in BETWEEN))
+    owned = ", ".join(dict.fromkeys(edge.format for edge in edges if edge.phase in ("master", "gradient")))
+    note = f"; masters and gradients {owned}" if owned else ""
+    return f"recipe {graph.recipe}; between modules {between}{note}"
+
+
+def graph_table(graph: Graph) -> Table:
+    """One graph: of each group of modules a line per pass that it takes part in."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold underline")
+    for heading in ("layers", "module", "pass", "tensors", "kernel"):
+        table.add_column(heading, no_wrap=heading not in ("tensors", "kernel"))
     for row in flow_rows(graph.nodes):
-        node = row.nodes[0]
-        cells = [_names(row), Text(str(len(row.nodes))), *(_cell(edges) for edges in _forward(node))]
-        cells += [_cell([edge for edge in node.edges if edge.phase == heading.lower()]) for heading in backward]
-        kernels = dict.fromkeys(edge.kernel for edge in node.edges if edge.phase in ("fprop", "dgrad") and edge.kernel)
-        table.add_row(*cells, Text("\n".join(kernels)), Text(node.kept))
+        names = [row.layers, row.modules.replace(", ", "\n")]
+        for phase, heading in PASSES.items():
+            shown = [edge for edge in row.nodes[0].edges if edge.phase == phase]
+            tensors = _tensors(shown)
+            if tensors:
+                kernels = dict.fromkeys(edge.kernel for edge in shown if edge.kernel)
+                table.add_row(*names, heading, tensors, "\n".join(kernels))
+                names = ["", ""]
+        table.add_row()
     return table
 
 
 def kept_lines(flow: PrecisionFlow) -> list[str]:
     """What is not FP8 and why, in training and, where it is another forward, in the rollout: a line per reason."""
-    roles: dict[tuple[str, str], list[str]] = {}
+    roles: dict[str, list[str]] = {}
     for role in ("train", "rollout") if flow.differences() else ("train",):
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, dict[str, list[str]]] = {}
         for row in flow_rows(flow.graph(role).nodes):
-            reasons.setdefault(row.nodes[0].kept, []).extend(row.names)
-        for reason, names in reasons.items():
+            reasons.setdefault(row.nodes[0].kept, {}).setdefault(row.layers, []).append(row.modules)
+        for reason, layers in reasons.items():
+            names = (f"{f'layers {i}: ' if i else ''}{', '.join(modules)}" for i, modules in layers.items())
             if reason:
-                roles.setdefault((reason, ", ".join(names)), []).append(role)
-    return [f"{', '.join(found)}: {reason}: {names}" for (reason, names), found in roles.items()]
+                roles.setdefault(f"{reason}: {'; '.join(names)}", []).append(role)
+    return [f"{', '.join(found)}: {line}" for line, found in roles.items()]
 
 
-def _edges(nodes: Iterable[Node]) -> list[Edge]:
-    return [edge for node in nodes for edge in node.edges]
-
-
-def _forward(node: Node) -> tuple[list[Edge], list[Edge]]:
-    """What a module reads and makes in the forward, and what it owns."""
-    forward = [edge for edge in node.edges if edge.phase == "fprop"]
-    owned = [edge for edge in forward if not edge.sources or edge.tensor == "W"]
-    return [edge for edge in forward if edge not in owned], owned
-
-
-def _names(row: Row) -> Text:
-    """The first name whole, of the others what is new."""
-    first, *others = row.names
-    parent = first.rpartition(".")[0]
-    return Text("\n".join([first, *(f"  {name.removeprefix(f'{parent}.')}" for name in others)]))
-
-
-def _cell(edges: Sequence[Edge]) -> Text:
-    """A line per format, coloured by it; the heading names a single X or W."""
+def _tensors(edges: Sequence[Edge]) -> Text:
+    """A line per format, coloured by it."""
     formats: dict[tuple[str, str], list[str]] = {}
     for edge in edges:
         if edge.tensor not in BETWEEN or edge.phase == "saved":
             formats.setdefault((edge.text(), COLOURS[edge.format]), []).append(edge.tensor)
-    plain = [list(names) for names in formats.values()] in ([["X"]], [["W"]])
-    parts = [Text(text if plain else f"{' '.join(names)} {text}", style) for (text, style), names in formats.items()]
-    return Text("\n").join(parts)
+    return Text("\n").join(Text(f"{' '.join(names)} {text}", style) for (text, style), names in formats.items())
 
 
 def _list(title: str, items: Sequence[str]) -> Text:

@@ -5,7 +5,8 @@
 A field is a bool, int, float, str, Literal[...], tuple[X, ...], tuple[X, Y], another such dataclass, or a union of
 dataclasses, of which the key `type` picks one by its `type_name: ClassVar[str]`; each may be `| None`. Where `type` is
 left out, the field's default says which. A section given in part takes the rest from the field's default too.
-Where a dataclass has a `shorthand: ClassVar[str]`, plain text in place of its section is that one key of it.
+Where a dataclass has a `shorthand: ClassVar[str]`, plain text in place of its section is that one key of it;
+as an override it sets that key alone.
 A ConfigError is one line: where the value came from, its dotted key, what was wanted, what came, the way out.
 """
 
@@ -160,17 +161,23 @@ def _with_override(data: dict[Any, Any], text: str, cls: Any) -> dict[Any, Any]:
         raise ConfigError(f"{source}: wants key=value, the key dotted. Write it like loss.clip_low=0.1.")
     result = section = dict(data)
     for depth, part in enumerate(above, start=1):
-        inner = section.get(part)
-        shorthand = _shorthand(cls, above[:depth])
-        if isinstance(inner, str) and shorthand is not None:
-            inner = {shorthand: inner}
+        inner = _spelt_out(section.get(part), cls, above[:depth])
         if not isinstance(inner, dict | NoneType):
             done = ".".join(above[:depth])
             raise ConfigError(f"{source}: {done} is {_shown(inner)}, not a section. Replace it whole: {done}=VALUE.")
         section[part] = dict(inner or {})
         section = section[part]
-    section[last] = _parse_yaml(value, source) if value.strip() else ""
+    new = _parse_yaml(value, source) if value.strip() else ""
+    section[last], old = (_spelt_out(each, cls, [*above, last]) for each in (new, section.get(last)))
+    if section[last] is not new and isinstance(old, dict):  # a shorthand sets its key, in whatever order overrides come
+        section[last] = {**old, **section[last]}
     return result
+
+
+def _spelt_out(value: Any, cls: Any, keys: list[str]) -> Any:
+    """The section that plain text stands for, where the section at `keys` has a shorthand; else value as it is."""
+    shorthand = _shorthand(cls, keys) if isinstance(value, str) else None
+    return value if shorthand is None else {shorthand: value}
 
 
 def _shorthand(cls: Any, keys: list[str]) -> str | None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from octavo.kernels.attention import StoredKV
 from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
 from octavo.models.modules import decoder_modules
-from octavo.models.observed import LiveCache, check_observed, packed_cache
+from octavo.models.observed import LiveCache, check_observed, kv_probe, packed_cache
 from octavo.numerics.flow_edges import declare_flow
 from octavo.numerics.precision_flow import PrecisionFlow, lines
 from octavo.rollout.engine import Engine
-from octavo.rollout.kv_cache import KVCache
 from octavo.trainer.config import TrainConfig
 
 
@@ -36,7 +37,7 @@ def check_live(flow: PrecisionFlow, policy: Decoder, engine: Engine) -> None:
         ValueError: an edge is not as declared, or the engine reads other masters than the policy.
     """
     check_observed(flow.graph("train"), policy, packed_cache(policy))
-    check_observed(flow.graph("rollout"), engine.decoder, engine_cache(engine.cache))
+    check_observed(flow.graph("rollout"), engine.decoder, engine_cache(engine))
     masters = dict(engine.decoder.named_parameters())
     for name, parameter in policy.named_parameters():
         if masters[name] is not parameter:
@@ -46,10 +47,13 @@ def check_live(flow: PrecisionFlow, policy: Decoder, engine: Engine) -> None:
             )
 
 
-def engine_cache(cache: KVCache) -> LiveCache:
-    """The first slot of the engine's cache."""
+def engine_cache(engine: Engine) -> LiveCache:
+    """What the engine's cache makes of keys and values, written to its first slots, which nobody holds yet."""
+    cache, probe = engine.cache, kv_probe(engine.decoder)
+    slots = torch.arange(len(probe), device=engine.device)
+    cache.write(0, slots, probe, probe)
     k, v = (
-        StoredKV(values[0, :1], None if scale is None else scale[0, :1])
+        StoredKV(values[0, : len(probe)], None if scale is None else scale[0, : len(probe)])
         for values, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
     )
     return LiveCache(cache.kv_format, k, v)

@@ -17,13 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo import __version__
-from octavo.layers.linear import quantized_layers
+from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
 from octavo.rl.calibration import CalibrationStatistics
 from octavo.rl.losses import ClipBounds
-
-SCALES = ("activation_scale", "activation_amax", "saturation_counts")
-"""Buffers of a linear layer under static activation scales."""
 
 
 @dataclass(kw_only=True)
@@ -85,7 +82,7 @@ def static_scales(decoders: list[Decoder]) -> dict[str, Tensor]:
         for d, decoder in enumerate(decoders)
         for index, layer in enumerate(quantized_layers(decoder))
         if layer.recipe.static_activation_scale
-        for name in SCALES
+        for name in SCALE_STATE
     }
 
 

@@ -37,7 +37,7 @@ def test_parts_are_the_bytes_of_a_decoder(family, recipe, tied):
     decoder._head_operand()
     layers = quantized_layers(decoder)
     operands = [layer.weight_operand().values for layer in layers]
-    backward = [layer._backward_weight() for layer in layers if layer.quantized]
+    backward = [layer.backward_weight() for layer in layers if layer.quantized]
     assert estimate.parts["operands"] == size([*operands, *backward, decoder._head[1].values])
 
     engine = run.rollout.engine

@@ -229,7 +229,7 @@ def test_keep_bf16_keeps_what_it_names(pattern):
 def test_keep_bf16_that_names_nothing_is_refused(pattern):
     config = tiny_config("llama")
     recipe = get_recipe("block128", keep_bf16=("lm_head", "embed_tokens", pattern))
-    with pytest.raises(ValueError, match=r"precision\.keep_bf16 has .* names no module"):
+    with pytest.raises(ValueError, match=r"keep_bf16 has .* names no module"):
         Decoder(decoder_config(config), config, recipe)
 
 

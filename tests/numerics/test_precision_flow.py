@@ -248,14 +248,72 @@ def test_diff_of_two_flows_names_edge_and_roles():
     assert all("absent (reference)" in line for line in found if line not in saved) and len(found) > 1
 
 
+def test_diff_names_shapes_and_reasons_too():
+    flow, wider = flow_of(), decoder_modules(decoder_config(tiny_config("qwen3", intermediate_size=300)))
+    other = declare_flow(wider, rollout=get_recipe("block128"), train=get_recipe("block128"))
+    found = lines(flow.diff(other))
+    assert len(found) == 2 and "model.layers.*.mlp.down_proj in 2 layers: shape (96, 200) / (96, 300)" in found
+    assert "model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj in 2 layers: shape (200, 96) / (300, 96)" in found
+    both, each = (
+        get_recipe("block128", keep_bf16=(*ALWAYS, *kept))
+        for kept in (["down_proj"], ["layers.0.mlp.down_proj", "layers.1.*.down_proj"])
+    )
+    found = lines(flow_of(both, both).diff(flow_of(each, each)))
+    why = "why not FP8: keep_bf16 has 'down_proj' / keep_bf16 has 'layers.0.mlp.down_proj'"
+    assert found[0] == f"model.layers.0.mlp.down_proj: {why}" and len(found) == 2
+
+
+@pytest.mark.parametrize("margin", [1.2500001, 1.25 + 2**-52])
+def test_sides_that_differ_in_the_last_digit_of_a_margin_differ(margin):
+    static = get_recipe("tensorwise_static")
+    found = lines(flow_of(static, dataclasses.replace(static, amax_margin=margin)).differences())
+    assert len(found) == 1 and f"(frozen x1.25) / e4m3 tensor (frozen x{margin})" in found[0]
+
+
 def test_json_gives_back_the_flow():
-    for flow in (flow_of(), flow_of("fp8_tensor", get_recipe("tensorwise_static"), reference=False)):
+    kept = get_recipe("rowwise", keep_bf16=(*ALWAYS, "layers.[0246].mlp.*", "model.layers.3.self_attn.o_proj"))
+    deep = decoder_modules(decoder_config(tiny_config("qwen3", num_hidden_layers=9)))
+    for flow in (
+        flow_of(),
+        flow_of("fp8_tensor", get_recipe("tensorwise_static"), reference=False),
+        declare_flow(deep, rollout=kept, train=get_recipe("w8a16")),
+    ):
         text = flow.to_json()
         assert PrecisionFlow.from_json(text) == flow
         assert [graph["role"] for graph in json.loads(text)["graphs"]] == [graph.role for graph in flow.graphs]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"graphs": [{"role": "train", "recipe": "x", "nodes": [{}]}]}'])
+def test_json_does_not_grow_with_the_layers():
+    texts = []
+    for num_layers in (3, 64):
+        modules = decoder_modules(decoder_config(tiny_config("qwen3", num_hidden_layers=num_layers)))
+        flow = declare_flow(modules, rollout=get_recipe("block128"), train=get_recipe("block128"))
+        texts.append(flow.to_json())
+        assert PrecisionFlow.from_json(texts[-1]) == flow
+    kinds = [json.loads(text)["nodes"] for text in texts]
+    assert len(kinds[0]) == len(kinds[1]) and len(texts[1]) < len(texts[0]) + 2000 < 60_000
+    (first, rest) = [run["layers"] for run in json.loads(texts[1])["graphs"][0]["nodes"] if run["layers"]]
+    assert first == [0] and rest == list(range(1, 64))
+    norm = next(
+        kind
+        for kind in kinds[1]
+        if kind["name"] == "model.layers.{i}.input_layernorm"
+        and kind["edges"][0]["sources"][0].endswith("mlp.residual")
+    )
+    assert norm["edges"][0]["sources"] == ["model.layers.{i-1}.mlp.residual"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "3",
+        '{"nodes": [], "graphs": [{"role": "x", "recipe": "", "nodes": [{"layers": [], "nodes": [0]}]}]}',
+        '{"graphs": [{"role": "train", "recipe": "x", "nodes": [{}]}]}',
+    ],
+)
 def test_other_json_is_refused(text):
     with pytest.raises(ValueError, match="not a precision flow"):
         PrecisionFlow.from_json(text)

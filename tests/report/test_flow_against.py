@@ -31,7 +31,7 @@ def test_keys_and_edges_that_differ_are_listed(write):
     config = load_config(TrainConfig, write("a.yaml", "optimizer: {lr: 0.1}\nprecision: {keep_bf16: [layers.1.*]}"))
     found = against_lines(config, declared_flow(config), write("b.yaml"))
     assert found[0].startswith("2 keys differ from ")
-    assert found[1:3] == ["  precision.keep_bf16: ['layers.1.*'] / None", "  optimizer.lr: 0.1 / 1e-06"]
+    assert found[1:3] == ["  precision.keep_bf16: ['layers.1.*'] / null", "  optimizer.lr: 0.1 / 1e-06"]
     assert found[3].startswith("1 groups of modules differ from ")
     assert "model.layers.1.mlp.down_proj: fprop X bf16 / e4m3 1x128 (rollout, old, train)" in found[4]
 

@@ -90,7 +90,12 @@ def test_the_last_override_of_a_key_is_blamed(write):
         ("{}\n", ["rollout=fp8", "rollout.margin=2"], Sides(rollout=Side(recipe="fp8", margin=2.0))),
         ("train: fp8\n", ["train.margin=2"], Sides(train=Side(recipe="fp8", margin=2.0))),
         ("rollout: {margin: 2}\n", ["rollout.recipe=fp8"], Sides(rollout=Side(recipe="fp8", margin=2.0))),
-        ("rollout: {margin: 2}\n", ["rollout=fp8"], Sides(rollout=Side(recipe="fp8"))),  # the section is replaced
+        ("rollout: {margin: 2}\n", ["rollout=fp8"], Sides(rollout=Side(recipe="fp8", margin=2.0))),
+        ("{}\n", ["rollout.margin=2", "rollout=fp8"], Sides(rollout=Side(recipe="fp8", margin=2.0))),
+        ("rollout: bf16\n", ["rollout.margin=2", "rollout=fp8"], Sides(rollout=Side(recipe="fp8", margin=2.0))),
+        ("{}\n", ["train.margin=2", "train=fp8"], Sides(train=Side(recipe="fp8", margin=2.0))),
+        ("rollout: {margin: 2}\n", ["rollout={recipe: fp8}"], Sides(rollout=Side(recipe="fp8"))),  # replaced whole
+        ("train: {margin: 2}\n", ["train=null"], Sides()),
     ],
 )
 def test_plain_text_is_a_sections_shorthand(write, text, overrides, expected):
