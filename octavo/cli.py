@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,11 +27,23 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            if not {"--help", "--version"} & set(sys.argv):
+                import_torch()
             return super().invoke(ctx)
         except KeyboardInterrupt:
             resume = "; --resume goes on from the newest checkpoint" if ctx.invoked_subcommand == "train" else ""
             print(f"octavo: interrupted{resume}", file=sys.stderr)
             raise typer.Exit(130) from None
+
+
+def import_torch() -> None:
+    """Load torch with Ctrl-C held back until it is there: numpy that is interrupted midway stays half loaded, and torch
+    goes on without it and fails much later."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        import torch  # noqa: F401
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 app = typer.Typer(

@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -170,3 +173,14 @@ def test_bad_arguments_of_describe_are_named(option, file, wanted, config, monke
     assert run(monkeypatch, "describe", config, option, file) == 2
     error = capsys.readouterr().err
     assert wanted in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 1.5])
+def test_ctrl_c_while_libraries_load_ends_at_once(seconds, config, tmp_path):
+    command = [sys.executable, "-m", "octavo.cli", "train", config, "trainer.num_steps=1000"]
+    process = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error, error
+    assert error.strip().splitlines()[-1].startswith("octavo: "), error
