@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -38,8 +38,9 @@ class Display:
         self.console = console or Console(highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, markup=False)
+        """Print one line. A full disk under a redirected output costs lines of it, never the run."""
+        with suppress(OSError):
+            self.console.print(text, markup=False)
 
     @contextmanager
     def bar(self, name: str, total: int) -> Iterator[Any]:
