@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from octavo import __version__
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.completion import complete_config, complete_override
+from octavo.trainer.errors import reason
 from octavo.trainer.files import check_output, write_whole
 
 # Read when torch is loaded, so it stands before any import of it. Threads that spin long while they wait starve each
@@ -125,7 +126,9 @@ def evaluate(
         typer.Option(help="Write every completion here, a JSON object a line; after a stop the same command goes on."),
     ] = None,
 ) -> None:
-    """Measure a model on the task's held-out problems, under the config's precision flow."""
+    """Measure a model on the task's held-out problems, under the config's precision flow; prints JSON."""
+    from rich.console import Console
+
     from octavo.trainer.config import TrainConfig
     from octavo.trainer.config_file import load_config
     from octavo.trainer.evaluation import evaluate as measure
@@ -136,7 +139,7 @@ def evaluate(
     settings = load_config(TrainConfig, config, overrides or [])
     if output is not None:
         check_output(output)
-    run = load_run(settings, Display())
+    run = load_run(settings, Display(Console(stderr=True, highlight=False, soft_wrap=True)))
     print(json.dumps(measure(run) if output is None else evaluate_to_file(run, output)))
 
 
@@ -307,18 +310,24 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     """Run the command line; what a user can cause is one line on stderr and exit code 2."""
+    prepare_streams()
     try:
         app()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if os.environ.get("OCTAVO_TRACEBACK"):
             raise
-        print(f"octavo: {error}", file=sys.stderr)
+        print(f"octavo: {reason(error)}", file=sys.stderr)
         sys.exit(2)
-    except OSError as error:
-        if os.environ.get("OCTAVO_TRACEBACK"):
-            raise
-        print(f"octavo: {error}", file=sys.stderr)
-        sys.exit(2)
+
+
+def prepare_streams() -> None:
+    """Let no character that the locale lacks, and no closed stream, stop a command."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell: octavo ... >&-
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        else:
+            stream.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ OVERRIDES = {  # of a config that works: the override, what the line must say
     "kv_cache of another recipe": ("precision.kv_cache=fp32", ["kv_cache", "fp32", "bf16"]),
     "wandb is not installed": (
         "tracking.wandb_project=mine",
-        ["tracking.wandb_project='mine'", "octavo[wandb]"],
+        ["tracking.wandb_project='mine'", "pip install wandb"],
     ),
     "a name without a project": ("tracking.wandb_name=mine", ["wandb_name='mine'", "wandb_project"]),
     "two forwards": (
@@ -70,6 +70,10 @@ OVERRIDES = {  # of a config that works: the override, what the line must say
     "no checkpoint kept": ("checkpoint.keep_last=0", ["keep_last", "at least 1"]),
     "learning rate below zero": ("optimizer.lr=-1", ["lr must be at least 0", "-1"]),
     "not a number": ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
+    "a number that FP32 lacks": ("optimizer.lr=1e39", ["optimizer.lr", "1e+30", "1e39"]),
+    "a batch that no machine has": ("rollout.prompts_per_step=100000000000", ["prompts_per_step", "1048576"]),
+    "too long a sum": ("task.num_operands=1000000", ["num_operands", "1000"]),
+    "too long a name": (f"output_dir={'x' * 300}", ["xxx/metrics.jsonl: File name too long"]),
     "a list for a number": ("trainer.num_steps=[1]", ["trainer.num_steps", "integer"]),
     "text for a section": ("rollout=fast", ["rollout", "section"]),
     "a key below a number": ("seed.value=1", ["seed", "integer"]),
@@ -123,6 +127,20 @@ def edit_weights(change):
     return edit
 
 
+def write(name, text):
+    def change(folder):
+        (folder / name).write_text(text)
+
+    return change
+
+
+def shrink_vocabulary(folder):
+    """The model of another tokenizer, with five tokens."""
+    edit_json("config.json", vocab_size=5)(folder)
+    key = "model.embed_tokens.weight"
+    edit_weights(lambda x: x.update({key: x[key][:5].clone()}))(folder)
+
+
 def truncate(name):
     def change(folder):
         (folder / name).write_bytes((folder / name).read_bytes()[:-100])
@@ -168,6 +186,7 @@ INPUTS = {
     "config is no YAML": (config_of(b"a: [1"), ["bad.yaml", "not YAML", "line"]),
     "config is no text": (config_of(b"\x80\x81"), ["bad.yaml", "not YAML"]),
     "config is a list": (config_of(b"- 1\n"), ["bad.yaml", "section"]),
+    "config is nested too deeply": (config_of(b"a: " + b"[" * 20_000), ["bad.yaml", "nested too deeply"]),
     "config gives a key twice": (config_of(b"seed: 1\nseed: 2\n"), ["seed", "given twice"]),
     "config lacks the model": (config_of(b"output_dir: x\ntask: {type: arithmetic}\n"), ["model", "missing"]),
     "weights cut off": (model_with(truncate("model.safetensors")), ["model.safetensors", "cannot be read"]),
@@ -183,10 +202,49 @@ INPUTS = {
         ["model.norm.weight", "not finite"],
     ),
     "config.json cut off": (model_with(truncate("config.json")), ["config.json", "supported model"]),
+    "config.json holds nothing": (model_with(write("config.json", "null")), ["config.json", "supported model"]),
     "an architecture that is not covered": (model_with(edit_json("config.json", model_type="gpt2")), ["gpt2"]),
     "no tokenizer": (model_with(lambda folder: (folder / "tokenizer.json").unlink()), ["tokenizer"]),
+    "a tokenizer that is a list": (model_with(write("tokenizer.json", "[]")), ["tokenizer", "Fetch"]),
+    "a tokenizer without its parts": (model_with(write("tokenizer.json", "{}")), ["tokenizer", "'added_tokens'"]),
+    "a tokenizer config that is a list": (model_with(write("tokenizer_config.json", "[]")), ["tokenizer", "Fetch"]),
+    "a tokenizer of another model": (model_with(shrink_vocabulary), ["token id", "vocabulary is 0 to 4"]),
+    "a chat template that is broken": (
+        model_with(edit_json("tokenizer_config.json", chat_template="{{ messages | nonsense }}")),
+        ["chat template", "nonsense", "never"],
+    ),
+    "a chat template that refuses": (
+        model_with(edit_json("tokenizer_config.json", chat_template="{{ raise_exception('not so') }}")),
+        ["chat template", "not so"],
+    ),
+    "a generation config that is a list": (
+        model_with(write("generation_config.json", "[]")),
+        ["generation_config.json", "stop tokens"],
+    ),
+    "a generation config that transformers refuses": (
+        model_with(edit_json("generation_config.json", cache_implementation="none")),
+        ["generation_config.json", "cache_implementation"],
+    ),
+    "a stop token that is text": (
+        model_with(edit_json("generation_config.json", eos_token_id=[0, "</s>"])),
+        ["eos_token_id", "'</s>'", "GenerationConfig"],
+    ),
+    "a stop token below zero": (
+        model_with(edit_json("generation_config.json", eos_token_id=-1)),
+        ["eos_token_id", "-1"],
+    ),
+    "a shard that the index names is missing": (
+        model_with(write("model.safetensors.index.json", '{"weight_map": {"a": "model-1-of-2.safetensors"}}')),
+        ["model-1-of-2.safetensors", "cannot be read"],
+    ),
     "data that is no JSON": (data_of("{oops\n"), ["train.jsonl", "line 1", "not JSON"]),
     "data without answers": (data_of('{"problem": "1+1="}\n'), ["answer", "problem"]),
+    "data nested too deeply": (data_of("[" * 100_000), ["train.jsonl", "line 1", "nested too deeply"]),
+    "data whose answer is true": (data_of('{"problem": "1", "answer": true}\n'), ["row 0", "answer", "True"]),
+    "data whose answer is null": (data_of('{"problem": "1", "answer": null}\n'), ["row 0", "answer", "None"]),
+    "data whose answer is NaN": (data_of('{"problem": "1", "answer": NaN}\n'), ["row 0", "finite", "nan"]),
+    "data whose answer is infinite": (data_of('{"problem": "1", "answer": 1e999}\n'), ["row 0", "finite", "inf"]),
+    "data whose problem is a number": (data_of('{"problem": 1, "answer": "2"}\n'), ["row 0", "'problem'", "got 1 and"]),
     "data that is empty": (data_of(""), ["at least one problem"]),
     "data whose answer is empty": (data_of('{"problem": "1", "answer": "#### "}\n'), ["final answer"]),
     "resume with every checkpoint broken": (resumed(break_every_checkpoint), ["none of the", "manifest.json"]),

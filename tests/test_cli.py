@@ -1,6 +1,7 @@
 """The command line as a user meets it: what it prints, what it leaves, and one clear line for each mistake."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -184,3 +185,35 @@ def test_ctrl_c_while_libraries_load_ends_at_once(seconds, config, tmp_path):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in error, error
     assert error.strip().splitlines()[-1].startswith("octavo: "), error
+
+
+def octavo(*arguments, **settings):
+    command = [sys.executable, "-m", "octavo.cli", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", **settings.pop("environment", {})}
+    return subprocess.run(command, env=environment, capture_output="stdout" not in settings, **settings)
+
+
+def test_evaluate_prints_nothing_but_json(config):
+    result = octavo("evaluate", config)
+    assert result.returncode == 0 and json.loads(result.stdout)["eval/num_problems"] == 8
+    assert b"task: arithmetic" in result.stderr
+
+
+def test_a_locale_without_a_letter_stops_nothing():
+    result = octavo("generate", TINY_MODEL, "\u00fc1+1=", environment={"PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0 and result.stdout.startswith(b"\\xfc1+1="), result.stderr
+
+
+def test_a_closed_output_stops_nothing(config):
+    script = f'exec {sys.executable} -m octavo.cli describe "$1" >&-'
+    result = subprocess.run(
+        ["sh", "-c", script, "sh", config], env={**os.environ, "PYTHONPATH": str(REPO)}, stderr=subprocess.PIPE
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_a_full_disk_under_the_output_stops_no_training(config):
+    with open("/dev/full", "w") as full:
+        octavo("train", config, stdout=full, stderr=subprocess.PIPE)
+    assert len((config.parent / "run/metrics.jsonl").read_text().splitlines()) == 1
+    assert (config.parent / "run/model/config.json").is_file()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from octavo.check.rows import Row, one_line
+from octavo.check.rows import Row
 from octavo.models.config import decoder_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import RECIPE_NAMES, Recipe, get_recipe
@@ -23,6 +23,7 @@ from octavo.rl.batch import pack
 from octavo.rollout.engine import Completion, Engine, EngineConfig
 from octavo.rollout.kv_cache import KVCache
 from octavo.rollout.sampler import SamplingConfig
+from octavo.trainer.errors import reason
 from octavo.trainer.policy import packed_logprobs
 
 VOCABULARY = 97
@@ -185,7 +186,7 @@ def _row(device: str, name: str, test: Callable[[], tuple[str, str]]) -> Row:
     try:
         error, detail = test()
     except (RuntimeError, ValueError) as broken:
-        error, detail = one_line(broken), ""
+        error, detail = reason(broken), ""
     if error:
         step = "do not train with it here: report it with the versions above; trainer.require_exact stops such a run"
         return Row(group=f"numbers on {device}", name=name, status="FAIL", detail=error, next_step=step)

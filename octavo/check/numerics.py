@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from octavo.check.rows import Row, one_line
+from octavo.check.rows import Row
 from octavo.numerics.fp8 import E4M3, E4M3_MAX, PER_TENSOR, quantize_with_scale, scale_from_amax
+from octavo.trainer.errors import reason
 
 TINY = 2.0**-9
 """Smallest E4M3 number above 0."""
@@ -29,7 +30,7 @@ def number_rows(device: str) -> Iterator[Row]:
         try:
             error, detail = test(device)
         except RuntimeError as broken:
-            error, detail = one_line(broken), ""
+            error, detail = reason(broken), ""
         if error:
             step = "do not train on this device: report it with the versions above, and try another torch build"
             yield Row(group=f"numbers on {device}", name=name, status="FAIL", detail=error, next_step=step)

@@ -32,11 +32,6 @@ class Row:
         assert self.status == "OK" or self.next_step, f"{self.name}: {self.status} without a next step"
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error on one line."""
-    return " ".join(str(error).split())
-
-
 def size_text(num_bytes: float) -> str:
     """A size for people: 3.6 MB, 24.2 GB."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

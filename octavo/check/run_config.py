@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 
 from octavo.check.machine import memory_bytes
 from octavo.check.memory import MemoryEstimate, estimate_memory
-from octavo.check.rows import Row, Status, one_line, size_text
+from octavo.check.rows import Row, Status, size_text
+from octavo.models.checkpoint import weight_files
 from octavo.models.config import DecoderConfig, read_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.precision_flow import PrecisionFlow
@@ -24,19 +25,22 @@ from octavo.tasks.problem import Task
 from octavo.tasks.prompts import encode_prompt, stop_token_ids
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
+from octavo.trainer.errors import reason
 from octavo.trainer.output import RunFolder
 from octavo.trainer.precision import declared_flow
-from octavo.trainer.run import check_device, load_generation_config, load_tokenizer
+from octavo.trainer.run import check_device, check_vocabulary, load_generation_config, load_tokenizer
 
 PROMPTS_TRIED = 200
-"""Prompts of each split that are tokenised, evenly spread."""
+"""Prompts of each split that are tokenised at least, evenly spread, if it has as many."""
+UNUSABLE = (ValueError, OSError)
+"""What a user can cause."""
 
 
 def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
     """Everything that `octavo train` would stop at before its first step."""
     try:
         config = load_config(TrainConfig, path, overrides)
-    except ValueError as error:
+    except UNUSABLE as error:
         yield _fail("configuration", error, "correct the key that is named")
         return
     yield _row("configuration", "OK", f"{path} loads; {config.trainer.num_steps} steps into {config.output_dir}")
@@ -44,10 +48,10 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
     try:
         check_device(config.device)
         yield _row("device", "OK", config.device)
-    except ValueError as error:
+    except UNUSABLE as error:
         device_works = False
         yield _fail("device", error, "set device=cpu, or another that the error leaves")
-    estimate = tokenizer = None
+    estimate = tokenizer = shape = None
     try:
         shape, hf_config = read_config(config.model.path)
         flow = declared_flow(config)
@@ -57,9 +61,9 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         check_modules(config, shape, hf_config, config.precision.train_recipe())
         tokenizer = load_tokenizer(config.model.path)
         yield tokenizer_row(config, tokenizer, hf_config)
-    except ValueError as error:
+    except UNUSABLE as error:
         yield _fail("model", error, "correct model.path or the key that is named")
-    yield from task_rows(config, tokenizer)
+    yield from task_rows(config, shape, tokenizer)
     yield output_row(config)
     if estimate is not None:
         yield disk_row(config, estimate)
@@ -71,7 +75,7 @@ def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:
     """The precision flow in one line, and whether it can be exact."""
     try:
         flow.check(config.precision.allow_mismatch)
-    except ValueError as error:
+    except UNUSABLE as error:
         return _fail("precision flow", error, "set precision.allow_mismatch=true, or make the two sides one")
     recipe = config.precision.train_recipe()
     kept = f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}" if recipe.quantizes else "nothing is FP8"
@@ -103,18 +107,23 @@ def weights_row(path: str, shape: DecoderConfig, num_parameters: int) -> Row:
     folder = Path(path)
     if not folder.is_dir():
         return _row("model", "OK", f"{about}, from the hub; its weights are fetched when training starts")
-    files = sorted(folder.glob("*.safetensors"))
     step = "fetch the folder again, or convert its weights to safetensors"
+    try:
+        files, others = weight_files(folder)
+    except UNUSABLE as error:
+        return _fail("model", error, step)
     found = 0
     for file in files:
         try:
             with safe_open(file, framework="pt") as reader:
                 found += sum(math.prod(reader.get_slice(name).get_shape()) for name in reader.keys())
         except (SafetensorError, OSError) as error:
-            return _row("model", "FAIL", f"{file} cannot be read: {one_line(error)}", step)
+            return _row("model", "FAIL", f"{file} cannot be read: {reason(error)}", step)
     if found < num_parameters:
-        return _row("model", "FAIL", f"{about}, of which {folder}/*.safetensors hold {found / 1e6:.1f} M", step)
-    return _row("model", "OK", f"{about} in {size_text(sum(file.stat().st_size for file in files))} of safetensors")
+        return _row("model", "FAIL", f"{about}, of which the files hold {found / 1e6:.1f} M", step)
+    size = size_text(sum(file.stat().st_size for file in files))
+    aside = f"; left aside: {', '.join(file.name for file in others)}" if others else ""
+    return _row("model", "OK", f"{about} in {size} of safetensors{aside}")
 
 
 def tokenizer_row(config: TrainConfig, tokenizer: Any, hf_config: PretrainedConfig) -> Row:
@@ -129,30 +138,34 @@ def tokenizer_row(config: TrainConfig, tokenizer: Any, hf_config: PretrainedConf
     return _row("tokenizer", "OK", f"{template}; completions stop at {tokens}")
 
 
-def task_rows(config: TrainConfig, tokenizer: Any) -> Iterator[Row]:
+def task_rows(config: TrainConfig, shape: DecoderConfig | None, tokenizer: Any) -> Iterator[Row]:
     """The task's problems, and whether their prompts fit."""
     try:
         task = config.task.build()
-    except ValueError as error:
+    except UNUSABLE as error:
         yield _fail("task", error, "correct the task section")
         return
     counts = f"{task.name} from {task.source}: {len(task.train)} training, {len(task.test)} test problems"
     yield _row("task", "OK", counts)
-    if tokenizer is not None:
-        yield prompts_row(config, task, tokenizer)
+    if shape is not None and tokenizer is not None:
+        yield prompts_row(config, task, shape, tokenizer)
 
 
-def prompts_row(config: TrainConfig, task: Task, tokenizer: Any) -> Row:
-    """Some prompts of each split against rollout.max_prompt_tokens."""
-    lengths = []
+def prompts_row(config: TrainConfig, task: Task, shape: DecoderConfig, tokenizer: Any) -> Row:
+    """Some prompts of each split against the model's vocabulary and rollout.max_prompt_tokens."""
+    prompts = []
     for problems in (task.train, task.test):
         for problem in problems[:: max(1, len(problems) // PROMPTS_TRIED)]:
             text, template = task.prompt_text(problem), config.model.chat_template
             try:
-                lengths.append(len(encode_prompt(tokenizer, text, task.system_prompt, template)))
-            except ValueError as error:
+                prompts.append(encode_prompt(tokenizer, text, task.system_prompt, template))
+            except UNUSABLE as error:
                 return _fail("prompts", error, "set model.chat_template=auto, or drop the problem")
-    limit = config.rollout.max_prompt_tokens
+    try:
+        check_vocabulary(prompts, shape.vocab_size, config.model.path)
+    except ValueError as error:
+        return _fail("prompts", error, "fetch the model's own tokenizer files")
+    lengths, limit = [len(prompt) for prompt in prompts], config.rollout.max_prompt_tokens
     num_long = sum(length > limit for length in lengths)
     detail = f"of {len(lengths)} tried, the longest has {max(lengths)} tokens; rollout.max_prompt_tokens={limit}"
     if num_long == 0:
@@ -166,7 +179,7 @@ def output_row(config: TrainConfig) -> Row:
     with RunFolder(config.output_dir) as folder:
         try:
             folder.check(config)
-        except ValueError as error:
+        except UNUSABLE as error:
             return _fail("output_dir", error, "give another output_dir, overwrite=true, or train with --resume")
         present = _nearest_folder(folder.path)
         if not present.is_dir() or not os.access(present, os.W_OK):
@@ -179,7 +192,7 @@ def disk_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
     """Room for the checkpoints and the trained model."""
     try:
         sizes = RunFolder(config.output_dir).check_room(config, estimate.num_parameters, estimate.model_bytes)
-    except ValueError as error:
+    except UNUSABLE as error:
         return _fail("disk", error, "make room, lower checkpoint.keep_last, or give an output_dir on another disk")
     return _row("disk", "OK", sizes)
 
@@ -206,8 +219,8 @@ def _nearest_folder(path: Path) -> Path:
     return path
 
 
-def _fail(name: str, error: ValueError, next_step: str) -> Row:
-    return _row(name, "FAIL", one_line(error), next_step)
+def _fail(name: str, error: Exception, next_step: str) -> Row:
+    return _row(name, "FAIL", reason(error), next_step)
 
 
 def _row(name: str, status: Status, detail: str, next_step: str = "") -> Row:

@@ -146,7 +146,7 @@ def _write_folder(decoder: Decoder, folder: Path, source: str | Path, max_shard_
     hf_config.dtype = decoder.dtype
     hf_config.save_pretrained(folder)
     for pattern in KEPT_FILES:
-        for file in _folder(source).glob(pattern):
+        for file in filter(Path.is_file, _folder(source).glob(pattern)):
             shutil.copy2(file, folder / file.name)
 
 
@@ -181,23 +181,37 @@ def _folder(path: str | Path) -> Path:
         return Path(path)
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
+        return Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=["consolidated*"]))
     except (OSError, ValueError) as error:
         raise ValueError(f"the files of model {str(path)!r} could not be fetched from the hub: {error}") from error
 
 
-def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    index = folder / "model.safetensors.index.json"
+def weight_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The safetensors files of a model, and those beside them that are left aside.
+
+    The model is what the index names, else model.safetensors, else every file but `consolidated*`, a copy under other
+    names that Llama and Mistral folders hold, and hidden ones.
+
+    Raises:
+        ValueError: there is none, or the index is damaged.
+    """
+    index, present = folder / "model.safetensors.index.json", sorted(folder.glob("*.safetensors"))
     if index.is_file():
         try:
-            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+            files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged: it is no JSON object with a weight_map") from error
+    elif (folder / "model.safetensors") in present:
+        files = [folder / "model.safetensors"]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = [file for file in present if not file.name.startswith((".", "consolidated"))]
     if not files:
         raise ValueError(f"{folder} has no *.safetensors file; convert the weights to safetensors first")
-    for file in files:
+    return files, [file for file in present if file not in files]
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in weight_files(folder)[0]:
         try:
             with safe_open(file, framework="pt") as reader:
                 for name in reader.keys():

@@ -75,7 +75,7 @@ def entropy_heat_map(runs: Sequence[RunRecord]) -> Chart:
     tables = {}
     for index, run in enumerate(runs):
         rows = {step: [c for c in counts if c is not None] for step, counts in run.lists(key)}
-        rows = {step: counts for step, counts in rows.items() if len(counts) == num_bins and sum(counts) > 0}
+        rows = {s: counts for s, counts in rows.items() if len(counts) == num_bins and min(counts) >= 0 < sum(counts)}
         if rows:
             table = np.asarray(list(rows.values()))
             tables[index] = binned(list(rows), table / table.sum(axis=1, keepdims=True))
@@ -111,14 +111,14 @@ def mismatch_by_step(runs: Sequence[RunRecord]) -> Chart:
     for (index, label), largest in present.items():
         if label != "largest":
             continue
-        num_exact, total = sum(value == 0.0 for value in largest.values), len(largest.steps)
-        if num_exact == total:
-            chart.notes.append(f"{said_of(runs, index)}exactly 0 on all {total} steps.")
-        else:
-            worst = max(largest.values)
-            at = largest.steps[largest.values.index(worst)]
-            exact = f"exactly 0 on {num_exact} of {total} steps"
-            chart.notes.append(f"{said_of(runs, index)}{exact}; largest {worst:.3g} nats, at step {at}.")
+        num_exact, num_broken = largest.values.count(0.0), runs[index].num_broken(keys[label])
+        total, worst = len(largest.values) + num_broken, max(largest.values)
+        said = [f"exactly 0 on {'all' if num_exact == total else f'{num_exact} of'} {total} steps"]
+        if num_broken:
+            said.append(f"NaN or infinite on {num_broken}")
+        if worst > 0.0:
+            said.append(f"largest {worst:.3g} nats, at step {largest.steps[largest.values.index(worst)]}")
+        chart.notes.append(f"{said_of(runs, index)}{'; '.join(said)}.")
     values = [value for series in present.values() for value in series.values]
     if max(values, default=0.0) <= 0.0:
         return chart
@@ -155,7 +155,8 @@ def mismatch_by_position(runs: Sequence[RunRecord]) -> Chart:
     note_missing(chart, runs, list(keys.values()), OLDER, [index for index, _ in present])
     values = [value for curve in present.values() for value in curve.values()]
     for index in dict.fromkeys(index for index, _ in present):
-        if not any(any(curve.values()) for (owner, _), curve in present.items() if owner == index):
+        broken = any(runs[index].num_broken(key) for key in keys.values())
+        if not broken and not any(any(curve.values()) for (owner, _), curve in present.items() if owner == index):
             chart.notes.append(f"{said_of(runs, index)}exactly 0 at every position.")
     if max(values, default=0.0) <= 0.0:
         return chart

@@ -21,6 +21,7 @@ from octavo.report.runs import RunRecord, Series
 
 SHADOW_OFF = "the BF16 shadow did not run, which trainer.shadow_interval and calibration decide"
 MISSING = "its lines do not hold them"
+NOT_FINITE = "its values are NaN or infinite"
 OLDER = "the run was made before octavo wrote them"
 SMOOTHED = {
     True: " Bold: mean over a tenth of the steps; faint: every step.",
@@ -203,9 +204,11 @@ def legend_of(
 
 def note_missing(chart: Chart, runs: Sequence[RunRecord], keys: Sequence[str], why: str, present: list[int]) -> None:
     """Say which runs lack all of the metrics, and why; where every run does, the chart is absent."""
-    lacking = {
-        run.name: why if run.lines else "no step has ended" for index, run in enumerate(runs) if index not in present
-    }
+    lacking = {}
+    for index, run in enumerate(runs):
+        if index not in present:
+            broken = any(run.num_broken(key) for key in keys)
+            lacking[run.name] = "no step has ended" if not run.lines else NOT_FINITE if broken else why
     if len(lacking) == len(runs):
         whose = "the run has no" if len(runs) == 1 else "no run has"
         chart.absent = f"Left out, as {whose} {' or '.join(keys)}: {'; '.join(dict.fromkeys(lacking.values()))}."

@@ -163,7 +163,6 @@ def summary(runs: Sequence[RunRecord]) -> Table:
 def summary_of(run: RunRecord) -> dict[str, str]:
     """Label -> value, the same labels for every run."""
     rewards, curve = run.series("reward/mean"), accuracy_curve(run)
-    mismatch = run.series("mismatch/max_abs_logprob_diff").values
     times = run.series("time/step_s").values
     tokens = run.series("rollout/num_tokens").values or run.series("mismatch/num_tokens").values
     recipe, kv_cache = (setting(run.config, f"precision.{key}") for key in ("recipe", "kv_cache"))
@@ -180,12 +179,23 @@ def summary_of(run: RunRecord) -> dict[str, str]:
         "reward, best": best(rewards.values, [f"step {step}" for step in rewards.steps]),
         "accuracy, last": f"{curve[-1][1]:.3f} ± {curve[-1][2]:.3f}" if curve else NOTHING,
         "accuracy, best": best([value for _, value, _ in curve], [f"after {done} steps" for done, _, _ in curve]),
-        "largest mismatch": NOTHING if not mismatch else f"{max(mismatch):.3g} nats" if max(mismatch) else "exactly 0",
+        "largest mismatch": mismatch_of(run),
         "tokens sampled": f"{sum(tokens):,.0f}" if tokens else NOTHING,
         "time, all steps": duration(sum(times)) if times else NOTHING,
         "time, median step": duration(statistics.median(times)) if times else NOTHING,
         "resumes": str(len(run.resumes)),
     }
+
+
+def mismatch_of(run: RunRecord) -> str:
+    """The largest mismatch of all steps; one that is no number is not passed over."""
+    key = "mismatch/max_abs_logprob_diff"
+    values, num_broken = run.series(key).values, run.num_broken(key)
+    if num_broken:
+        return f"NaN or infinite on {num_broken} of {len(values) + num_broken} steps"
+    if not values:
+        return NOTHING
+    return f"{max(values):.3g} nats" if max(values) else "exactly 0"
 
 
 def best(values: Sequence[float], places: Sequence[str]) -> str:

@@ -72,6 +72,10 @@ class RunRecord:
         found = [(line["step"], value) for line in self.lines if (value := number(line.get(key))) is not None]
         return Series(steps=[step for step, _ in found], values=[value for _, value in found])
 
+    def num_broken(self, key: str) -> int:
+        """Steps on which a metric, or an item of it, is NaN or infinite."""
+        return sum(_broken(line.get(key)) for line in self.lines)
+
     def lists(self, key: str) -> list[tuple[int, list[float | None]]]:
         """Steps and values of a metric that is a list; an item that is no finite number is None."""
         return [
@@ -135,6 +139,12 @@ def number(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return float(value) if -LARGEST <= value <= LARGEST else None  # no NaN lies between
+
+
+def _broken(value: object) -> bool:
+    if isinstance(value, list):
+        return any(map(_broken, value))
+    return isinstance(value, float) and number(value) is None
 
 
 def setting(config: dict[str, Any], key: str) -> Any:
@@ -228,9 +238,7 @@ def _latest(rows: list[Row], name: str, notes: list[str], *, several_a_step: boo
 
 def _not_finite(lines: list[Row]) -> list[str]:
     """One sentence on the metrics that are NaN or infinite, where there are any."""
-    counts = Counter(
-        key for line in lines for key, value in line.items() if isinstance(value, float) and number(value) is None
-    )
+    counts = Counter(key for line in lines for key, value in line.items() if _broken(value))
     if not counts:
         return []
     keys = ", ".join(f"{key} ({_count(count, 'step')})" for key, count in counts.items())

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
 from typing import ClassVar
 
@@ -59,7 +60,7 @@ class ArithmeticConfig:
     num_test: int = 512
     """Distinct held-out problems."""
     num_operands: int = 5
-    """Numbers in one sum, at least 2."""
+    """Numbers in one sum, 2 to 1000."""
     min_operand: int = 1
     """Smallest number in a sum, at least 0."""
     max_operand: int = 9
@@ -70,8 +71,8 @@ class ArithmeticConfig:
     def __post_init__(self) -> None:
         if self.num_train < 1 or self.num_test < 1:
             raise ValueError(f"num_train and num_test are at least 1; got {self.num_train} and {self.num_test}")
-        if self.num_operands < 2:
-            raise ValueError(f"num_operands is at least 2; got {self.num_operands}")
+        if not 2 <= self.num_operands <= 1000:
+            raise ValueError(f"num_operands lies in [2, 1000]; got {self.num_operands}")
         if not 0 <= self.min_operand <= self.max_operand:
             raise ValueError(
                 f"operands need 0 <= min_operand <= max_operand; got {self.min_operand} and {self.max_operand}"
@@ -98,7 +99,7 @@ def _draw_split(config: ArithmeticConfig, split: str, num_problems: int) -> Iter
     """
     num_values = config.max_operand - config.min_operand + 1
     share = HELD_OUT_SHARE if split == "test" else 1.0 - HELD_OUT_SHARE
-    num_possible = int(share * num_values**config.num_operands * 2 ** (config.num_operands - 1))
+    num_possible = int(Fraction(share) * num_values**config.num_operands * 2 ** (config.num_operands - 1))
     if 2 * num_problems > num_possible:
         raise ValueError(
             f"num_{split}={num_problems} distinct problems were wanted, but {config.num_operands} operands from "

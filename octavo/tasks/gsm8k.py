@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import ClassVar
 
@@ -87,8 +89,9 @@ def _read_jsonl(folder: Path, split: str) -> list[dict]:
 def _row(line: str, file: Path, number: int) -> dict:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}, line {number}: not JSON ({error.msg}). Correct the line") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise ValueError(f"{file}, line {number}: not JSON ({why}). Correct the line") from error
     if not isinstance(row, dict):
         raise ValueError(f"{file}, line {number}: wants a JSON object, got {type(row).__name__}. Correct the line")
     return row
@@ -105,7 +108,7 @@ def _read_hub(name: str, hub_config: str) -> dict[str, Iterable[dict]]:
     except ImportError as error:
         raise ValueError(
             f"task.path={name!r} is no folder here, so it is read from the hub, which wants the package datasets; it "
-            f"is not installed. Run `pip install 'octavo[hub]'`, or give a folder with train.jsonl and test.jsonl"
+            f"is not installed. Run `pip install datasets`, or give a folder with train.jsonl and test.jsonl"
         ) from error
     try:
         return {split: load_dataset(name, hub_config, split=split) for split in ("train", "test")}
@@ -121,14 +124,14 @@ def _problems(rows: Iterable[dict], source: str) -> tuple[Problem, ...]:
     """Rows with id, problem and answer, or with the original question and an answer that ends in "#### N"."""
     problems = []
     for index, row in enumerate(rows):
-        text = row.get("problem", row.get("question"))
-        answer = row.get("answer")
-        if not isinstance(text, str) or not isinstance(answer, str | int | float):
+        text, answer = row.get("problem", row.get("question")), row.get("answer")
+        final = _final_answer(answer)
+        if not isinstance(text, str) or final is None:
+            came = f"{text!r:.40} and {answer!r:.40}; its keys are {', '.join(map(repr, row)) or 'none'}"
             raise ValueError(
-                f"row {index} of {source} wants text under 'problem' or 'question' and an answer under 'answer'; "
-                f"got the keys {sorted(row)}. Rename the columns, or name another folder."
+                f"row {index} of {source} wants text under 'problem' or 'question', and text or a finite number under "
+                f"'answer'; got {came}. Correct the row, or rename the columns."
             )
-        final = str(answer).rpartition("####")[2].strip()
         if not final:
             raise ValueError(
                 f"row {index} of {source} wants a final answer; got {answer!r}. Give the number, alone or after ####."
@@ -137,3 +140,12 @@ def _problems(rows: Iterable[dict], source: str) -> tuple[Problem, ...]:
     if not problems:
         raise ValueError(f"{source} wants at least one problem; got an empty file. Name another folder.")
     return tuple(problems)
+
+
+def _final_answer(answer: object) -> str | None:
+    """What follows the last ####, or a number in plain digits; None for what is neither text nor a finite number."""
+    if isinstance(answer, str):
+        return answer.rpartition("####")[2].strip()
+    if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
+        return None
+    return format(Decimal(repr(answer)), "f")  # 1e-05 is not how a completion writes it

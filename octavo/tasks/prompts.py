@@ -1,6 +1,6 @@
 """From a problem's text to prompt tokens, and the tokens that end a completion."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -38,7 +38,13 @@ def encode_prompt(
     if has_template and chat_template != "never":
         messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         messages.append({"role": "user", "content": text})
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a program of others, which may refuse a system message
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path!r} cannot be used: {' '.join(str(error).split())}. "
+                f"Correct it, leave out the system prompt, or use chat_template='never'"
+            ) from error
         tokens = tokenizer.encode(rendered, add_special_tokens=False)  # the template writes its own BOS
     else:
         tokens = tokenizer.encode(text if system_prompt is None else f"{system_prompt}\n\n{text}")
@@ -56,14 +62,20 @@ def stop_token_ids(
 
     Chat models often list their end-of-turn token only in the generation config, base models only in the
     tokenizer; stopping at any of them is what serving engines do.
+
+    Raises:
+        ValueError: none of them names one, or something is named that is no token.
     """
     found: set[int] = set()
     for source in (tokenizer, generation_config, model_config):
         eos = getattr(source, "eos_token_id", None)
-        if isinstance(eos, Iterable):
-            found.update(eos)
-        elif eos is not None:
-            found.add(eos)
+        for token in eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]:
+            if type(token) is not int or token < 0:
+                raise ValueError(
+                    f"eos_token_id is a token id or a list of them; the model's {type(source).__name__} has {eos!r}. "
+                    f"Correct it in generation_config.json or config.json."
+                )
+            found.add(token)
     if not found:
         raise ValueError(
             "a model wants at least one EOS token; neither its tokenizer, nor generation_config.json, nor "

@@ -19,6 +19,9 @@ from octavo.trainer.checkpoint import CheckpointConfig
 from octavo.trainer.optimizer import OptimizerConfig
 from octavo.trainer.trackers import TrackingConfig
 
+MAX_COMPLETIONS = 2**20
+"""Of a step; their prompts alone would take minutes to list."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -129,6 +132,12 @@ class RolloutConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         check_group_size("group_size", self.group_size)
+        num_completions = self.prompts_per_step * self.group_size
+        if num_completions > MAX_COMPLETIONS:
+            raise ValueError(
+                f"prompts_per_step x group_size is at most {MAX_COMPLETIONS} completions; got {num_completions}. Ask "
+                f"for fewer"
+            )
         if self.sampling.temperature == 0.0:
             raise ValueError("sampling.temperature=0 is greedy: a group holds one answer. Use a value above 0, as 1.0")
         neutral = SamplingConfig(temperature=self.sampling.temperature)

@@ -29,6 +29,8 @@ SCALARS = {  # what is wanted, and the way out
     float: ("a finite number", "Write it like 0.1 or 1e-6, without quotes."),
     str: ("text", "Put it in quotes."),
 }
+LARGEST = 1e30
+"""Sums and products of numbers beyond it leave FP32."""
 EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+")  # 1e-6, which PyYAML reads as text
 
 
@@ -129,6 +131,8 @@ def _parse_yaml(text: str | bytes, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{source}: not YAML: line {line}: {error.problem}. Mind quotes and indents.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply. Write it as in docs/config.md.") from error
     except (yaml.YAMLError, ValueError) as error:  # bytes that are no text; a date that does not exist
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}. Correct or quote it.") from error
 
@@ -244,8 +248,10 @@ def _typed(wanted: Any, value: Any, default: object, place: _Place) -> Any:
             return tuple(_typed(items[i], item, dataclasses.MISSING, place.at(i)) for i, item in enumerate(value))
     elif kind is float and (type(value) in (int, float) or (type(value) is str and EXPONENT.fullmatch(value))):
         number = float(str(value))  # by way of str, an integer too large for a float is inf, not an OverflowError
-        if math.isfinite(number):
+        if abs(number) <= LARGEST:
             return number
+        if math.isfinite(number):
+            raise place.error(f"wants a number up to {LARGEST:g} in size, got {_shown(value)}. Write a smaller one.")
     elif get_origin(kind) is Literal and any(type(value) is type(x) and value == x for x in get_args(kind)):
         return value
     elif kind is not float and type(value) is kind:  # not isinstance: a bool is no int here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -28,5 +29,6 @@ def write_whole(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk refuses this too
+            partial.unlink(missing_ok=True)
         raise ValueError(f"{path} cannot be written: {error.strerror}. Make room, or give another") from error

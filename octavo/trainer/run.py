@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from octavo.models.checkpoint import load_decoder
+from octavo.models.checkpoint import load_decoder, weight_files
 from octavo.models.decoder import Decoder
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
@@ -22,6 +22,7 @@ from octavo.rollout.sampler import uniform_bits
 from octavo.tasks.problem import Problem, Task
 from octavo.tasks.prompts import encode_prompt, keep_within_limit, stop_token_ids
 from octavo.trainer.config import TrainConfig
+from octavo.trainer.errors import reason
 from octavo.trainer.interrupt import Interrupts
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
@@ -112,6 +113,12 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     )
     display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {len(test_problems)} test")
     display.line(describe(policy))
+    folder = Path(config.model.path)
+    if folder.is_dir() and (others := weight_files(folder)[1]):
+        display.line(f"left aside, as they are no part of the model: {', '.join(map(str, others))}")
+    check_vocabulary(
+        [each.prompt for each in (*train_problems, *test_problems)], policy.config.vocab_size, config.model.path
+    )
     stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
     sampler = policy.with_recipe(config.precision.rollout_recipe()) if flow.differences() else policy
     engine = Engine(sampler, config.rollout.engine, stops)
@@ -141,12 +148,26 @@ def check_device(name: str) -> None:
         device = torch.device(name)
         usable = device.type != "meta" and torch.zeros(1, device=device).item() == 0.0
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        why = str(error).splitlines()[0].removesuffix(".")
         raise ValueError(
-            f"device={name!r} cannot be used here: {reason} Use cpu, or cuda where there is a GPU"
+            f"device={name!r} cannot be used here: {why}. Use cpu, or cuda where there is a GPU"
         ) from error
     if not usable:
         raise ValueError(f"device={name!r} holds no numbers. Use cpu, or cuda where there is a GPU")
+
+
+def check_vocabulary(prompts: Sequence[Sequence[int]], vocab_size: int, path: str) -> None:
+    """Refuse a tokenizer whose tokens the model does not have.
+
+    Raises:
+        ValueError: a prompt holds such a token.
+    """
+    largest = max(max(prompt) for prompt in prompts)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer of model.path={path!r} gives token id {largest}, but the model's vocabulary is 0 to "
+            f"{vocab_size - 1}. Put the model's own tokenizer files there"
+        )
 
 
 def describe(policy: Decoder) -> str:
@@ -207,22 +228,28 @@ def load_tokenizer(path: str) -> Any:
     """
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.path={path!r} has no tokenizer that transformers can read: {reason}") from error
+    except Exception as error:  # its files may hold anything, and transformers raises as much
+        raise ValueError(
+            f"model.path={path!r} has no tokenizer that transformers can read: {reason(error)}. Fetch its files again"
+        ) from error
 
 
 def load_generation_config(path: str) -> GenerationConfig | None:
-    """generation_config.json if the model has one."""
+    """generation_config.json if the model has one.
+
+    Raises:
+        ValueError: there is one, and it cannot be read.
+    """
     try:
         return GenerationConfig.from_pretrained(path)
-    except OSError as error:
-        if Path(path).is_dir() and (Path(path) / "generation_config.json").exists():
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"{path}/generation_config.json cannot be read, and it may name stop tokens: {reason}"
-            ) from error
-        return None
+    except Exception as error:  # the file may hold anything, and transformers raises as much
+        missing = not (Path(path) / "generation_config.json").exists()
+        if isinstance(error, OSError) and (missing or not Path(path).is_dir()):
+            return None
+        raise ValueError(
+            f"{path}/generation_config.json cannot be read, and it may name stop tokens: {reason(error)}. Fetch it "
+            f"again"
+        ) from error
 
 
 def _encode(config: TrainConfig, task: Task, tokenizer: Any, problems: Sequence[Problem]) -> list[EncodedProblem]:

@@ -45,7 +45,7 @@ class TrackingConfig:
         except ImportError as error:
             raise ValueError(
                 f"tracking.wandb_project={self.wandb_project!r} wants the package wandb, which cannot be imported: "
-                f"{error}. pip install 'octavo[wandb]', or tracking.wandb_project=null"
+                f"{error}. pip install wandb, or tracking.wandb_project=null"
             ) from error
 
 

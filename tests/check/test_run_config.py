@@ -119,3 +119,24 @@ def test_json_holds_the_rows(quick, monkeypatch, capsys):
 def test_a_row_that_warns_must_say_what_to_do():
     with pytest.raises(AssertionError, match="without a next step"):
         Row(group="machine", name="x", status="WARN", detail="odd")
+
+
+def test_a_model_is_held_to_what_training_reads(tmp_path):
+    model, change = tmp_path / "model", f"model.path={tmp_path / 'model'}"
+    shutil.copytree(TINY_MODEL, model)
+    (model / "consolidated.safetensors").write_bytes(b"")
+    row = check(tmp_path, change)["model"]
+    assert row.status == "OK" and row.detail.endswith("of safetensors; left aside: consolidated.safetensors")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-1-of-2.safetensors"}}')
+    row = check(tmp_path, change)["model"]
+    assert row.status == "FAIL" and "model-1-of-2.safetensors" in row.detail
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 5}))
+    row = check(tmp_path, change)["prompts"]
+    assert row.status == "FAIL" and "vocabulary is 0 to 4" in row.detail
+
+
+def test_what_the_system_refuses_is_a_row(tmp_path):
+    rows = check(tmp_path, f"output_dir={'x' * 300}")
+    assert rows["output_dir"].status == "FAIL" and rows["output_dir"].detail.endswith(": File name too long")
+    assert rows["memory for the run"].status == "OK"

@@ -93,6 +93,7 @@ def test_shards_hold_the_same_bytes(make_folder, tmp_path, recipe, dtype):
 
 def test_tokenizer_and_generation_config_go_along_and_nothing_else(make_folder, tmp_path):
     folder, _ = make_folder()
+    (folder / "tokenizer_of_another_tool").mkdir()
     save_decoder(load_decoder(folder, get_recipe("bf16")), tmp_path / "out", folder)
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {*TOKENIZER_FILES, "config.json", "model.safetensors"}
@@ -170,3 +171,18 @@ def test_what_is_no_model_folder_is_not_replaced(make_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     save_decoder(decoder, tmp_path / "empty", folder)
     same_bytes(read_folder(tmp_path / "empty"), read_folder(folder))
+
+
+def test_files_that_are_no_part_of_the_model_are_left_aside(make_folder):
+    source, _ = make_folder()
+    whole = masters_by_name(load_decoder(source, get_recipe("block128")))
+    (source / "._model.safetensors").write_bytes(b"macOS")
+    save_file({"tok_embeddings.weight": torch.zeros(3)}, source / "consolidated.safetensors")
+    assert [file.name for file in checkpoint.weight_files(source)[1]] == [
+        "._model.safetensors",
+        "consolidated.safetensors",
+    ]
+    masters = masters_by_name(load_decoder(source, get_recipe("block128")))
+    assert all(torch.equal(masters[name], whole[name]) for name in whole)
+    (source / "model.safetensors").rename(source / "model-00001-of-00001.safetensors")
+    assert [file.name for file in checkpoint.weight_files(source)[0]] == ["model-00001-of-00001.safetensors"]

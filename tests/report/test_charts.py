@@ -9,6 +9,7 @@ from report_runs import metrics_line, run_config, write_rows, write_run
 from octavo.report import charts, line_charts
 from octavo.report.figures import COLOURS
 from octavo.report.line_charts import draw_lines
+from octavo.report.page import summary_of
 from octavo.report.runs import RunRecord, read_run, read_runs
 
 
@@ -186,3 +187,16 @@ def test_phases_add_up_to_the_step(tmp_path, drawn):
         ("checkpoint", [0.0, 1.0]),
         ("other", [1.5, 0.5]),
     ]
+
+
+def test_a_mismatch_that_is_no_number_is_not_passed_over(tmp_path):
+    keys = "mismatch/max_abs_logprob_diff", "mismatch/max_abs_by_position"
+    nan = float("nan")
+    rows = [{"step": step, keys[0]: value, keys[1]: [value]} for step, value in enumerate([0.0, nan, 0.0])]
+    run = run_of(tmp_path / "a", rows)
+    assert charts.mismatch_by_step([run]).notes == ["exactly 0 on 2 of 3 steps; NaN or infinite on 1."]
+    assert charts.mismatch_by_position([run]).notes == []
+    assert summary_of(run)["largest mismatch"] == "NaN or infinite on 1 of 3 steps"
+    assert f"NaN or infinite, left out of the figures: {keys[0]} (1 step), {keys[1]} (1 step)." in run.notes
+    broken = run_of(tmp_path / "b", steps_of("loss/policy", [nan, nan]))
+    assert draw_lines(line_charts.LOSS, [broken]).absent.endswith("has no loss/policy: its values are NaN or infinite.")

@@ -102,7 +102,23 @@ def test_a_run_that_is_broken_in_every_way_still_has_its_page(tmp_path):
 
 
 def test_values_of_any_kind_make_a_page(tmp_path):
-    odd = [None, "x", [], {}, True, float("nan"), float("inf"), -5.5, 0, 1e99, 10**400, [None], [-1] * 8, [1e308] * 8]
+    odd = [
+        None,
+        "x",
+        [],
+        {},
+        True,
+        float("nan"),
+        float("inf"),
+        -5.5,
+        0,
+        1e99,
+        10**400,
+        [None],
+        [-1] * 8,
+        [1e308] * 8,
+        [-1, *[9] * 7],
+    ]
     folder = write_run(tmp_path / "a")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for place, line in enumerate(lines):

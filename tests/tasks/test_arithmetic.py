@@ -78,3 +78,8 @@ def test_too_many_problems_is_an_error_that_says_how_many_there_are():
 def test_bad_fields_are_errors(field):
     with pytest.raises(ValueError, match=next(iter(field))):
         ArithmeticConfig(**field)
+
+
+def test_the_longest_sums_can_be_counted():
+    config = ArithmeticConfig(num_operands=1000, num_train=1, num_test=1)
+    assert config.build().train[0].text.count("+") > 400
