@@ -64,6 +64,8 @@ OVERRIDES = {  # of a config that works: the override, what the line must say
     "no such device": ("device=foo", ["device='foo'", "cpu"]),
     "a device without numbers": ("device=meta", ["device='meta'", "cpu"]),
     "no output folder": ("output_dir=", ["output_dir is empty"]),
+    "a home that no shell expanded": ("output_dir=~/runs/mine", ["output_dir='~/runs/mine'", "$HOME"]),
+    "a model at home": ("model.path=~/models/mine", ["model.path='~/models/mine'", "$HOME"]),
     "broken generation config": ("model.path={broken}", ["generation_config.json", "stop tokens"]),
     "output is a file": ("output_dir={file}/run", ["output_dir", "cannot be written"]),
     "no checkpoint interval": ("checkpoint.interval=-1", ["checkpoint", "interval", "-1"]),

@@ -8,6 +8,11 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+COUNTS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+"""Keys of config.json that count something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,10 @@ def decoder_config(hf_config: PretrainedConfig, path: str = "model") -> DecoderC
         if present:
             value = getattr(hf_config, key)
             raise ValueError(f"{path}: config.json has {key}={value!r}, which octavo does not support")
+    for key in COUNTS:
+        count = getattr(hf_config, key, None)
+        if count is not None and count < 1:
+            raise ValueError(f"{path}: config.json has {key}={count}; a model has at least 1. Fetch the file again")
     num_heads = hf_config.num_attention_heads
     num_kv_heads = hf_config.num_key_value_heads or num_heads
     if num_heads % num_kv_heads:

@@ -243,6 +243,9 @@ class TrainConfig:
         rollout, trainer = self.rollout, self.trainer
         if not self.output_dir:
             raise ValueError("output_dir is empty; name a folder, as runs/mine")
+        for name, path in (("output_dir", self.output_dir), ("model.path", self.model.path)):
+            if path.startswith("~"):  # a shell leaves it so behind key=
+                raise ValueError(f"{name}={path!r} would be a folder named ~ here. Write $HOME, or the whole path")
         if rollout.group_size == 1 and self.algorithm.advantage.scale_by_std:
             raise ValueError(
                 "rollout.group_size=1 has no standard deviation to divide by (algorithm.advantage.scale_by_std=true). "

@@ -96,6 +96,8 @@ def test_old_style_rope_keys_give_the_same_table(tmp_path):
         ({"model_type": "llama", "attention_bias": True}, r"attention_bias=True"),
         ({"hidden_act": "gelu"}, r"hidden_act='gelu'"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
+        ({"head_dim": -32}, r"head_dim=-32; a model has at least 1"),
+        ({"num_key_value_heads": 0}, r"num_key_value_heads=0; a model has at least 1"),
         ({"num_key_value_heads": 3}, r"num_attention_heads=4, which num_key_value_heads=3 does not divide"),
         ({"vocab_size": "many"}, r"config\.json is not the config of a supported model.*vocab_size.*many"),
     ],
