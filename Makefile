@@ -27,7 +27,7 @@ demo: $(SETUP_DONE) ## Train a small model on the CPU, start to finish
 	@$(VENV)/bin/octavo train examples/demo.yaml
 
 test: $(SETUP_DONE) ## Run the tests that need no GPU
-	$(VENV_PYTHON) -m pytest $(ARGS)
+	$(VENV_PYTHON) -m pytest -n auto --maxprocesses=8 $(ARGS)
 
 test-gpu: ## Run the GPU tests with PYTHON itself (python3): no virtual environment, no network
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m gpu $(ARGS)
