@@ -217,3 +217,10 @@ def test_a_full_disk_under_the_output_stops_no_training(config):
         octavo("train", config, stdout=full, stderr=subprocess.PIPE)
     assert len((config.parent / "run/metrics.jsonl").read_text().splitlines()) == 1
     assert (config.parent / "run/model/config.json").is_file()
+
+
+def test_octavo_alone_lists_its_commands(monkeypatch, capsys):
+    run(monkeypatch)
+    captured = capsys.readouterr()
+    for name in ("train", "evaluate", "generate", "check", "describe", "report"):
+        assert name in captured.out + captured.err

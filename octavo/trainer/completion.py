@@ -39,9 +39,6 @@ def _keys(module: str, name: str, prefix: str) -> Iterator[tuple[str, str]]:
     definition = _definition(module, name)
     assert definition is not None, f"{module} has no class {name}"
     body = definition.body
-    for base in definition.bases:
-        if isinstance(base, ast.Name) and (owner := _owner(module, base.id)) is not None:
-            yield from _keys(owner, base.id, prefix)
     for index, node in enumerate(body):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue

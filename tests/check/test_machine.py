@@ -106,6 +106,14 @@ def test_data_sets_are_found(tmp_path, monkeypatch):
     assert data_row().status == "WARN"
 
 
+def test_the_limit_of_a_container_counts(monkeypatch):
+    files = {"/sys/fs/cgroup/memory.max": "5000000\n", "/sys/fs/cgroup/memory.current": "2000000\n"}
+    is_file, read_text = Path.is_file, Path.read_text
+    monkeypatch.setattr(Path, "is_file", lambda path: str(path) in files or is_file(path))
+    monkeypatch.setattr(Path, "read_text", lambda path: files.get(str(path)) or read_text(path))
+    assert machine.memory_bytes() == (3_000_000, 5_000_000)
+
+
 def test_free_memory_is_below_the_total():
     free, total = machine.memory_bytes()
     assert 10**7 < free < total < 10**14

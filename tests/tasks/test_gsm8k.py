@@ -32,6 +32,7 @@ def test_original_rows(tmp_path):
 
 
 def test_rows_with_id_problem_and_answer(tmp_path):
+    assert len(GSM8KConfig(path=write_folder(tmp_path, ROWS, ROWS), num_test=1).build().test) == 1
     path = write_folder(tmp_path, [{"id": "a/0", "problem": "6 x 7?", "answer": 42}] * 3, [ROWS[0]])
     task = GSM8KConfig(path=path, num_train=2, system_prompt="Be brief.", instruction="").build()
     assert task.train == (Problem(id="a/0", text="6 x 7?", answer="42"),) * 2

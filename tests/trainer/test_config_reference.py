@@ -23,6 +23,8 @@ class Fast(Common):
     """The fast one."""
 
     type_name: ClassVar[str] = "fast"
+    seed: int = 4
+    """Its own."""
     mode: Literal["on", "off"] = "on"
     """On | off."""
 
@@ -56,7 +58,7 @@ def test_a_page_by_hand():
     assert part[0] == "## part, type: fast" and part[2] == "The fast one. May be left out."
     assert part[6:] == [
         "| `part.type` | `fast` | required | Chooses `fast`. |",
-        "| `part.seed` | integer | `7` | Of the samples. |",  # the field's default, not the class's
+        "| `part.seed` | integer | `7` | Its own. |",  # the field's default, not the class's
         '| `part.mode` | `on`, `off` | `"on"` | On \\| off. |',
     ]
     assert other[0] == "## other" and other[2].endswith("Nothing at first. Default: null.")
