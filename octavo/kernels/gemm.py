@@ -14,8 +14,19 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_rows
 from octavo.numerics.exact import K_BLOCK, block_edges, block_matmul, product_bits, to_grid
-from octavo.numerics.fp8 import QuantBlock, ScaleRounding, quantize, quantize_with_scale
+from octavo.numerics.fp8 import (
+    BLOCK_128X1,
+    BLOCK_128X128,
+    PER_COLUMN,
+    PER_ROW,
+    PER_TENSOR,
+    QuantBlock,
+    ScaleRounding,
+    quantize,
+    quantize_with_scale,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +90,26 @@ def quantize_matrix(
         q = quantize_with_scale(x, scale, quant_block)
         return QuantizedMatrix(q, scale, [0, x.shape[0]], [0, x.shape[1]])
     dim, splits = (1, column_splits) if column_splits is not None else (0, row_splits or [x.shape[0]])
-    pieces = [quantize(piece, quant_block, rounding) for piece in x.split(list(splits), dim=dim)]
+    pieces = [_quantize(piece, quant_block, rounding) for piece in x.split(list(splits), dim=dim)]
     return QuantizedMatrix(
         q=torch.cat([q for q, _ in pieces], dim=dim) if len(pieces) > 1 else pieces[0][0],
         scale=torch.cat([scale for _, scale in pieces], dim=dim) if len(pieces) > 1 else pieces[0][1],
         row_edges=split_edges(row_splits or [x.shape[0]], quant_block[0]),
         column_edges=split_edges(column_splits or [x.shape[1]], quant_block[1]),
     )
+
+
+def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
+    """`quantize`, on a GPU by the kernel of the block shape where there is one; the bytes are the same."""
+    if not x.is_cuda or x.stride(1) != 1 or quant_block in (PER_COLUMN, PER_TENSOR):
+        return quantize(x, quant_block, rounding)
+    if quant_block == BLOCK_128X128:
+        q, _, scale = cast_128x128(x, rounding)
+        return q, scale
+    if quant_block == BLOCK_128X1:
+        q, scale = cast_128x1(x, rounding)
+        return q.T, scale.T
+    return (cast_rows if quant_block == PER_ROW else cast_1x128)(x, rounding)
 
 
 def split_edges(splits: Sequence[int], block: int | None) -> list[int]:
