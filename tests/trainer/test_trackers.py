@@ -156,7 +156,7 @@ def test_weights_and_biases_that_fails_is_off_after_one_line(tmp_path, monkeypat
 def test_weights_and_biases_that_is_missing_is_an_error(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "wandb", module)
     TrackingConfig().check()
-    with pytest.raises(ValueError, match=r"wandb_project='p' .* pip install 'octavo\[wandb\]'"):
+    with pytest.raises(ValueError, match=r"wandb_project='p' .* pip install wandb"):
         TrackingConfig(wandb_project="p").check()
 
 
