@@ -229,8 +229,9 @@ def load_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # its files may hold anything, and transformers raises as much
+        why = reason(error).removesuffix(".")
         raise ValueError(
-            f"model.path={path!r} has no tokenizer that transformers can read: {reason(error)}. Fetch its files again"
+            f"model.path={path!r} has no tokenizer that transformers can read: {why}. Fetch its files again"
         ) from error
 
 
@@ -246,9 +247,9 @@ def load_generation_config(path: str) -> GenerationConfig | None:
         missing = not (Path(path) / "generation_config.json").exists()
         if isinstance(error, OSError) and (missing or not Path(path).is_dir()):
             return None
+        why = reason(error).removesuffix(".")
         raise ValueError(
-            f"{path}/generation_config.json cannot be read, and it may name stop tokens: {reason(error)}. Fetch it "
-            f"again"
+            f"{path}/generation_config.json cannot be read, and it may name stop tokens: {why}. Fetch it again"
         ) from error
 
 
