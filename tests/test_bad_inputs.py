@@ -206,6 +206,14 @@ INPUTS = {
     "config.json cut off": (model_with(truncate("config.json")), ["config.json", "supported model"]),
     "config.json holds nothing": (model_with(write("config.json", "null")), ["config.json", "supported model"]),
     "an architecture that is not covered": (model_with(edit_json("config.json", model_type="gpt2")), ["gpt2"]),
+    "a rotary base that is text": (
+        model_with(edit_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": "many"})),
+        ["rope_theta='many'", "a number above 0"],
+    ),
+    "a rotary base below zero": (
+        model_with(edit_json("config.json", rope_parameters={"rope_type": "default", "rope_theta": -1.0})),
+        ["rope_theta=-1.0", "a number above 0"],
+    ),
     "no tokenizer": (model_with(lambda folder: (folder / "tokenizer.json").unlink()), ["tokenizer"]),
     "a tokenizer that is a list": (model_with(write("tokenizer.json", "[]")), ["tokenizer", "Fetch"]),
     "a tokenizer without its parts": (model_with(write("tokenizer.json", "{}")), ["tokenizer", "'added_tokens'"]),

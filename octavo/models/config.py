@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,9 @@ def decoder_config(hf_config: PretrainedConfig, path: str = "model") -> DecoderC
         count = getattr(hf_config, key, None)
         if count is not None and count < 1:
             raise ValueError(f"{path}: config.json has {key}={count}; a model has at least 1. Fetch the file again")
+    theta = hf_config.rope_parameters.get("rope_theta")
+    if not isinstance(theta, int | float) or not 0.0 < theta < math.inf:
+        raise ValueError(f"{path}: config.json has rope_theta={theta!r}; it is a number above 0. Fetch the file again")
     num_heads = hf_config.num_attention_heads
     num_kv_heads = hf_config.num_key_value_heads or num_heads
     if num_heads % num_kv_heads:
