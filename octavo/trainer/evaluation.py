@@ -105,7 +105,7 @@ def sample_problems(
                     group_size=settings.completions_per_problem,
                     seed=run.seed(EVALUATION, 0),
                     first_index=first_index + start,
-                    progress=run.progress(advance),
+                    progress=run.on_step(advance),
                 )
                 new = [
                     {

@@ -101,7 +101,7 @@ def sample(run: Run, problems: list[EncodedProblem], step: int) -> list[list[Com
                 max_completion_tokens=rollout.max_completion_tokens,
                 group_size=rollout.group_size,
                 seed=run.seed(TRAINING, step),
-                progress=run.progress(advance),
+                progress=run.on_step(advance),
             )
         except NonFiniteLogits as error:
             raise Diverged(f"rollout ({error})", dict(run.policy.named_parameters())) from error

@@ -56,7 +56,7 @@ class Run:
     interrupts: Interrupts = field(default_factory=Interrupts)
     """Asked during rollout and evaluation whether to stop."""
 
-    def progress(self, advance: Callable[[int], None]) -> Callable[[int], None]:
+    def on_step(self, advance: Callable[[int], None]) -> Callable[[int], None]:
         """For Engine.generate: moves the bar, and raises StopRequested when the run was asked to stop."""
 
         def after_step(num_finished: int) -> None:
