@@ -9,8 +9,9 @@ from tiny_models import masters_by_name
 from torch import Tensor
 
 from octavo.kernels.attention import attend
-from octavo.kernels.gemm import gemm, grid_operand
+from octavo.kernels.gemm import gemm
 from octavo.kernels.norm import rms_norm
+from octavo.kernels.operands import grid_operand
 from octavo.kernels.swiglu import swiglu
 from octavo.layers.rotary import rotate
 from octavo.models.decoder import Decoder

@@ -1,141 +1,158 @@
-"""Matrix products of quantised and BF16 operands, blocks of K in ascending order.
+"""Matrix products of quantised and BF16 operands: one entry, named back ends.
 
-Each operand is prepared once (`QuantizedMatrix.operand`, `grid_operand`) and then multiplied any number of times;
-a weight is prepared once per optimiser step. The reference sums every block of K exactly (`numerics.exact`), so a
-row of the result does not depend on how many other rows were computed with it.
+    reference    float64, every block of K summed exactly (`numerics.exact`); any device, and what a CPU uses
+    triton       kernels of ours with one order of the sum over K             BF16, w8a16, FP8 by blocks
+    scaled_mm    cuBLASLt                                                     FP8 by FP8
+    cublas       cuBLAS                                                       BF16
+    deep_gemm    DeepGEMM, where it is installed, by name only                FP8 by blocks
+
+In the forward a row of the result does not depend on how many rows are computed with it. So few rows go to `triton`,
+and many to `scaled_mm` or `cublas` only where `kernels.agreement` has found them equal to `triton`, bit for bit, on
+this device and for this shape. `scaled_mm` alone serves products with a scale per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_rows
-from octavo.numerics.exact import K_BLOCK, block_edges, block_matmul, product_bits, to_grid
-from octavo.numerics.fp8 import (
-    BLOCK_128X1,
-    BLOCK_128X128,
-    PER_COLUMN,
-    PER_ROW,
-    PER_TENSOR,
-    QuantBlock,
-    ScaleRounding,
-    quantize,
-    quantize_with_scale,
-)
+from octavo.kernels import agreement
+from octavo.kernels.deep_gemm import deep_gemm_product
+from octavo.kernels.operands import Operand, is_blocked
+from octavo.kernels.scaled_mm import block_product, row_product
+from octavo.kernels.triton_gemm import triton_product
+from octavo.numerics.exact import block_matmul
 
-
-@dataclass(frozen=True, eq=False)
-class Operand:
-    """One side of a GEMM, ready to be multiplied: rows that are not reduced, columns that are."""
-
-    values: Tensor
-    """[rows, K] float64 on a grid whose block sums are exact."""
-    scale: Tensor | None
-    """[rows, B] fp32, one per row and K block; None for operands that are not FP8."""
-    k_edges: list[int]
-    """[B + 1] boundaries of the K blocks."""
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedMatrix:
-    """An FP8 matrix and its block scales: x ~= q * scale. Blocks restart at each fused projection."""
-
-    q: Tensor
-    """[M, K] e4m3."""
-    scale: Tensor
-    """[row blocks, column blocks] fp32."""
-    row_edges: list[int]
-    """Boundaries of the row blocks, from 0 to M."""
-    column_edges: list[int]
-    """Boundaries of the column blocks, from 0 to K."""
-
-    @property
-    def T(self) -> QuantizedMatrix:
-        """The transpose: the same bytes and scales."""
-        return QuantizedMatrix(self.q.T, self.scale.T, self.column_edges, self.row_edges)
-
-    def operand(self) -> Operand:
-        """Ready for a product reduced over the columns."""
-        return Operand(self.q.double(), _spread(self.scale, self.row_edges, dim=0), self.column_edges)
-
-    def dequantize(self) -> Tensor:
-        """[M, K] fp32, q * scale."""
-        return self.q.float() * _spread(_spread(self.scale, self.row_edges, dim=0), self.column_edges, dim=1)
-
-
-def quantize_matrix(
-    x: Tensor,
-    quant_block: QuantBlock,
-    rounding: ScaleRounding = "none",
-    *,
-    row_splits: Sequence[int] | None = None,
-    column_splits: Sequence[int] | None = None,
-    scale: Tensor | None = None,
-) -> QuantizedMatrix:
-    """Quantise [M, K], each fused projection on its own.
-
-    Args:
-        x: [M, K] float.
-        quant_block: rows and columns that share a scale.
-        rounding: of the scales.
-        row_splits, column_splits: widths of the fused projections along one dimension, or None.
-        scale: [1, 1] fp32, a frozen scale for the whole matrix instead of one from its amax.
-    """
-    if scale is not None:
-        q = quantize_with_scale(x, scale, quant_block)
-        return QuantizedMatrix(q, scale, [0, x.shape[0]], [0, x.shape[1]])
-    dim, splits = (1, column_splits) if column_splits is not None else (0, row_splits or [x.shape[0]])
-    pieces = [_quantize(piece, quant_block, rounding) for piece in x.split(list(splits), dim=dim)]
-    return QuantizedMatrix(
-        q=torch.cat([q for q, _ in pieces], dim=dim) if len(pieces) > 1 else pieces[0][0],
-        scale=torch.cat([scale for _, scale in pieces], dim=dim) if len(pieces) > 1 else pieces[0][1],
-        row_edges=split_edges(row_splits or [x.shape[0]], quant_block[0]),
-        column_edges=split_edges(column_splits or [x.shape[1]], quant_block[1]),
-    )
-
-
-def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
-    """`quantize`, on a GPU by the kernel of the block shape where there is one; the bytes are the same."""
-    if not x.is_cuda or x.stride(1) != 1 or quant_block in (PER_COLUMN, PER_TENSOR):
-        return quantize(x, quant_block, rounding)
-    if quant_block == BLOCK_128X128:
-        q, _, scale = cast_128x128(x, rounding)
-        return q, scale
-    if quant_block == BLOCK_128X1:
-        q, scale = cast_128x1(x, rounding)
-        return q.T, scale.T
-    return (cast_rows if quant_block == PER_ROW else cast_1x128)(x, rounding)
-
-
-def split_edges(splits: Sequence[int], block: int | None) -> list[int]:
-    """Block boundaries of fused projections; blocks restart at each: [192, 192] by 128 -> 0, 128, 192, 320, 384."""
-    starts = [0, *accumulate(splits)]
-    pairs = zip(starts[:-1], splits, strict=True)
-    return [*(start + edge for start, size in pairs for edge in block_edges(size, block)[:-1]), starts[-1]]
-
-
-def grid_operand(x: Tensor, block: int = K_BLOCK) -> Operand:
-    """A BF16 or FP32 matrix [rows, K], each row on an exact grid within each block of K."""
-    edges = block_edges(x.shape[1], block)
-    bits = product_bits(block)
-    return Operand(torch.cat([to_grid(piece, bits) for piece in x.split(block, dim=1)], dim=1), None, edges)
+Backend = Literal["reference", "triton", "scaled_mm", "cublas", "deep_gemm"]
+FEW_ROWS = 128
+"""Up to here reading the weight is the work, and `triton` does that best."""
+CUBLAS_ROWS = 4096
+"""cuBLAS gets this many rows at a time, never another number: what it does with them has been compared."""
 
 
 def gemm(left: Operand, right: Operand) -> Tensor:
-    """left [M, K] @ right [N, K]^T -> [M, N] float64, not yet rounded: the caller adds a bias and rounds once."""
+    """The reference: left [M, K] @ right [N, K]^T -> [M, N] float64, not yet rounded."""
     assert left.k_edges == right.k_edges, f"K blocks differ: {left.k_edges} and {right.k_edges}"
     assert (left.scale is None) == (right.scale is None), "one operand is FP8 and the other is not"
     return block_matmul(left.values, right.values, left.scale, right.scale, left.k_edges)
 
 
-def _spread(scale: Tensor, edges: list[int], dim: int) -> Tensor:
-    """One scale per block -> one per row (or column)."""
-    sizes = torch.tensor([stop - start for start, stop in zip(edges[:-1], edges[1:], strict=True)], device=scale.device)
-    if len(sizes) == edges[-1]:  # blocks of one
-        return scale
-    return scale.repeat_interleave(sizes, dim=dim)
+def product(
+    left: Operand,
+    right: Operand,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: Backend | None = None,
+) -> Tensor:
+    """left [M, K] @ right [N, K]^T + bias [N] -> [M, N]; the bias is added in FP32 or better, and one rounding follows.
+
+    Args:
+        left, right: prepared for the same K blocks, on one device. The right one is FP8 if the left one is.
+        bias: in the high-precision format, or None.
+        dtype: of the result.
+        backend: None chooses by the operands and M; a name insists.
+
+    Raises:
+        ValueError: the back end does not take these operands, or is not there.
+    """
+    assert left.k_edges == right.k_edges, f"K blocks differ: {left.k_edges} and {right.k_edges}"
+    assert left.scale is None or right.scale is not None, "the left operand is FP8 and the right one is not"
+    backend = backend or _backend(left, right)
+    if (backend == "reference") != (left.values.dtype == torch.float64):
+        raise ValueError(
+            f"backend {backend!r} does not take operands of {left.values.dtype}: the reference multiplies float64, the "
+            f"others what is prepared on a CUDA device"
+        )
+    if backend == "reference":
+        y = gemm(left, right)
+        return (y if bias is None else y + bias).float().to(dtype)
+    if right.rows is not None and bias is not None:
+        bias = bias.new_zeros(len(right.values)).index_copy_(0, right.rows, bias)
+    if left.scale is None:
+        y = _from_bf16(left.values, right, bias, dtype, backend)
+    elif is_blocked(left):
+        y = _by_blocks(left, right, bias, dtype, backend)
+    else:
+        y = _by_rows(left, right, bias, dtype, backend)
+    return y if right.rows is None else y[:, right.rows]
+
+
+def _backend(left: Operand, right: Operand) -> Backend:
+    """What the contract of the forward allows and is fastest."""
+    if left.values.dtype == torch.float64:
+        return "reference"
+    M, (N, K) = len(left.values), right.values.shape
+    if left.scale is None:
+        many = M >= CUBLAS_ROWS and agreement.bf16_agrees(N, K, left.values.device)
+        return "cublas" if many else "triton"
+    if not is_blocked(left) or right.rows_per_scale == 1:
+        return "scaled_mm"
+    return "scaled_mm" if M > FEW_ROWS and agreement.blocks_agree(N, K, left.values.device) else "triton"
+
+
+def _by_blocks(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dtype, backend: Backend) -> Tensor:
+    """Both FP8, scales per block of 128 along K."""
+    x, w, x_scale, w_scale = left.values, right.values, left.scale, right.scale
+    assert x_scale is not None and w_scale is not None
+    if backend == "triton" and right.rows_per_scale > 1:
+        return triton_product(x, w, x_scale, w_scale, bias, dtype)
+    if backend == "scaled_mm":
+        return block_product(x, w, x_scale, w_scale, bias, dtype)
+    if backend == "deep_gemm" and bias is None:
+        return deep_gemm_product(x, w, x_scale, w_scale, dtype)
+    raise _refused(backend, "FP8 by blocks", "scaled_mm, triton (a weight of 128 x 128), deep_gemm (no bias)")
+
+
+def _by_rows(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dtype, backend: Backend) -> Tensor:
+    """Both FP8, a scale per row; per row and piece of K where projections are reduced together."""
+    if backend != "scaled_mm":
+        raise _refused(backend, "FP8 by rows", "scaled_mm")
+    assert left.scale is not None and right.scale is not None
+    pieces = len(left.k_edges) - 1
+    if pieces == 1:
+        return row_product(left.values, right.values, left.scale, right.scale, bias, dtype)
+    assert bias is None, "a bias of several projections reduced together"
+    total, start = torch.zeros((), device=left.values.device), 0
+    for index, (low, high) in enumerate(pairwise(left.k_edges)):
+        stop = start + -(-(high - low) // 16) * 16
+        x, w = left.values[:, start:stop].contiguous(), right.values[:, start:stop].contiguous()
+        scales = left.scale[:, index, None], right.scale[:, index, None]
+        total = total + row_product(x, w, *scales, None, torch.float32)
+        start = stop
+    return total.to(dtype)
+
+
+def _from_bf16(x: Tensor, right: Operand, bias: Tensor | None, dtype: torch.dtype, backend: Backend) -> Tensor:
+    """X in BF16; W in BF16, or FP8 by blocks of 128 x 128 and multiplied as bf16(q * scale)."""
+    if backend == "triton":
+        return triton_product(x, right.values, None, right.scale, bias, dtype)
+    if backend != "cublas":
+        raise _refused(backend, "BF16 activations", "triton, cublas")
+    w = (right.values if right.scale is None else decoded(right))[:, : x.shape[1]]
+    whole = len(x) // CUBLAS_ROWS * CUBLAS_ROWS
+    y = torch.empty(len(x), len(w), dtype=dtype, device=x.device)
+    for start in range(0, whole, CUBLAS_ROWS):
+        rows = slice(start, start + CUBLAS_ROWS)
+        if bias is not None or dtype != torch.bfloat16:
+            part = torch.mm(x[rows], w.T, out_dtype=torch.float32)
+            y[rows] = part if bias is None else part + bias
+        else:
+            torch.mm(x[rows], w.T, out=y[rows])
+    if whole < len(x):
+        y[whole:] = triton_product(x[whole:], right.values, None, right.scale, bias, dtype)
+    return y
+
+
+def decoded(operand: Operand) -> Tensor:
+    """bf16(q * scale) [rows, K] of a weight of 128 x 128 blocks."""
+    assert operand.scale is not None and operand.rows_per_scale > 1
+    N, K = operand.values.shape
+    scale = operand.scale.repeat_interleave(128, dim=0)[:N].repeat_interleave(128, dim=1)[:, :K]
+    return (operand.values.float() * scale).bfloat16()
+
+
+def _refused(backend: str, what: str, those: str) -> ValueError:
+    return ValueError(f"backend {backend!r} does not multiply {what}; these do: {those}")

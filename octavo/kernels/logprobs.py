@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.gemm import Operand, gemm, grid_operand
+from octavo.kernels.gemm import gemm
+from octavo.kernels.operands import Operand, grid_operand
 from octavo.numerics.exact import UNIT_BITS, unit_grid
 
 MAX_LOGITS_PER_CHUNK = 2**24

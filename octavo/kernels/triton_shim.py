@@ -25,13 +25,25 @@ class _Absent:
         return value
 
 
-def _load(name: str) -> Any:
-    return importlib.import_module(name) if HAS_TRITON else _Absent()
+def triton_module(name: str = "") -> Any:
+    """A module of triton by its dotted name below `triton`."""
+    return importlib.import_module(f"triton.{name}" if name else "triton")
 
 
-triton, tl = _load("triton"), _load("triton.language")
+triton: Any = triton_module() if HAS_TRITON else _Absent()
+tl: Any = triton_module("language") if HAS_TRITON else _Absent()
 constexpr = tl.constexpr
 """Of a global constant that kernels read."""
+
+try:
+    gluon: Any = triton_module("experimental.gluon")
+    gl: Any = triton_module("experimental.gluon.language")
+    hopper: Any = triton_module("experimental.gluon.language.nvidia.hopper")
+    gdc: Any = triton_module("language.extra.cuda")
+    tma_load: Any = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # until 3.6
+    HAS_GLUON = True
+except (ImportError, AttributeError):  # another triton: the kernels in plain Triton give the same bits
+    gluon, gl, hopper, gdc, tma_load, HAS_GLUON = _Absent(), _Absent(), None, None, None, False
 
 
 def require_triton(what: str) -> None:

@@ -4,7 +4,8 @@
     DGrad  dX = dY W       straight through the quantisers
     WGrad  dW = dY^T X     X as it was saved, in FP8; accumulates into the FP32 master
 
-The backward need not be batch-invariant: the reference multiplies the dequantised operands in FP32.
+On a CUDA device kernels multiply, on a CPU the reference. The backward need not be batch-invariant: kernels take the
+fastest way there, and the reference multiplies the dequantised operands in FP32.
 
 `FP8Linear` owns the bytes. Fused projections (q, k, v; gate, up) are one weight whose blocks restart at each of them.
 """
@@ -12,13 +13,33 @@ The backward need not be batch-invariant: the reference multiplies the dequantis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.gemm import Operand, QuantizedMatrix, gemm, grid_operand, quantize_matrix, split_edges
-from octavo.numerics.fp8 import E4M3, E4M3_MAX, PER_TENSOR, QuantBlock, block_amax, scale_from_amax
+from octavo.kernels.cast import cast_128x128
+from octavo.kernels.gemm import product
+from octavo.kernels.operands import (
+    Operand,
+    QuantizedMatrix,
+    grid_operand,
+    quantize_both,
+    quantize_matrix,
+    split_edges,
+)
+from octavo.numerics.fp8 import (
+    BLOCK_1X128,
+    BLOCK_128X1,
+    BLOCK_128X128,
+    E4M3,
+    E4M3_MAX,
+    PER_TENSOR,
+    QuantBlock,
+    block_amax,
+    scale_from_amax,
+)
 from octavo.numerics.recipe import GemmRecipe, Recipe
 
 WEIGHTS = ("weight_", "dgrad_")
@@ -45,6 +66,7 @@ class FP8Linear(nn.Module):
 
     # Buffers; which of them exist depends on the recipe.
     weight_hp: Tensor
+    weight_t: Tensor | None
     bias_hp: Tensor | None
     activation_scale: Tensor
     activation_amax: Tensor
@@ -67,6 +89,7 @@ class FP8Linear(nn.Module):
                 self._allocate("dgrad_q", recipe.dgrad.right)
         else:
             self.register_buffer("weight_hp", torch.empty(shape, dtype=self._dtype), persistent=False)
+        self.register_buffer("weight_t", None, persistent=False)
         self.register_buffer("bias_hp", torch.empty(shape[0], dtype=self._dtype) if bias else None, persistent=False)
         if recipe.static_activation_scale:
             self.register_buffer("activation_scale", torch.full((1, 1), torch.nan), persistent=False)
@@ -89,13 +112,24 @@ class FP8Linear(nn.Module):
         else:
             for name in ("weight_q", "dgrad_q"):
                 if name in self._buffers:
-                    new = quantize_matrix(
-                        self.weight, self._weight_block(name), self.recipe.scale_rounding, row_splits=self.splits
-                    )
-                    getattr(self, name).copy_(new.q)
-                    getattr(self, f"{name}_scale").copy_(new.scale)
+                    self._requantize(name)
         if self.bias is not None and self.bias_hp is not None:
             self.bias_hp.copy_(self.bias)
+
+    def _requantize(self, name: str) -> None:
+        """One set of bytes and scales; kernels get W^T of square blocks from the same reading of W."""
+        block, rounding = self._weight_block(name), self.recipe.scale_rounding
+        if self.weight.is_cuda and block == BLOCK_128X128 and all(size % 128 == 0 for size in self.splits):
+            q, q_t, scale = cast_128x128(self.weight.detach(), rounding)
+            if self.recipe.dgrad is not None:
+                if self.weight_t is None:
+                    self.weight_t = torch.empty_like(q_t)
+                self.weight_t.copy_(q_t)
+        else:
+            new = quantize_matrix(self.weight, block, rounding, row_splits=self.splits)
+            q, scale = new.q, new.scale
+        getattr(self, name).copy_(q)
+        getattr(self, f"{name}_scale").copy_(scale)
 
     @torch.no_grad()
     def freeze_activation_scale_(self) -> None:
@@ -125,7 +159,8 @@ class FP8Linear(nn.Module):
         """
         if shadow:
             with torch.no_grad():
-                return self._round(gemm(grid_operand(x), grid_operand(self.weight.to(self._dtype))), cast_bias=True)
+                bias = None if self.bias is None else self.bias.to(self._dtype)
+                return product(grid_operand(x), grid_operand(self.weight.to(self._dtype)), bias, self._dtype)
         if not torch.is_grad_enabled():  # the rollout saves nothing
             return self.fprop(x)
         return _Linear.apply(x, self.weight, self.bias, self)
@@ -134,33 +169,80 @@ class FP8Linear(nn.Module):
 
     def fprop(self, x: Tensor) -> Tensor:
         """Y = X W^T + bias, rounded once."""
-        return self._round(gemm(self.activation_operand(x), self.weight_operand()))
+        return self._multiply(self.activation_operand(x))
 
-    def dgrad(self, grad_y: Tensor) -> Tensor:
-        """dX = dY W, rounded once to the dtype of dY."""
-        assert self.recipe.dgrad is not None, self.recipe.name
-        return (self.gradient_values(grad_y, self.recipe.dgrad) @ self.backward_weight()).to(grad_y.dtype)
-
-    def wgrad(self, grad_y: Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
-        """dW [N, K] fp32 = dY^T X, tokens in blocks of 128."""
+    def fprop_and_save(self, x: Tensor) -> tuple[Tensor, QuantizedMatrix | Tensor]:
+        """Y, and X as WGrad multiplies it; on a CUDA device both casts of X come from one reading."""
         assert self.recipe.wgrad is not None, self.recipe.name
-        if self.quantized and self.recipe.wgrad.left is not None:
-            grad_y = pad_tokens(grad_y)
-        return self.gradient_values(grad_y, self.recipe.wgrad).T @ self.saved_values(saved_x)
+        blocks = (self.recipe.fprop.left, self.recipe.wgrad.right)
+        if self._reads_once(x, blocks) and self.recipe.saved_activations == "fp8":
+            along, across = quantize_both(x, self.recipe.scale_rounding)
+            return self._multiply(along.operand()), across
+        saved = self.save_activation(x)
+        return self.fprop(x), saved
+
+    def gradients(
+        self, grad_y: Tensor, saved_x: QuantizedMatrix | Tensor | None, needs_x: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dX = dY W, in the dtype of dY, if it is needed; dW [N, K] fp32 = dY^T X, if X was saved."""
+        dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
+        assert dgrad is not None and wgrad is not None, self.recipe.name
+        if needs_x and saved_x is not None and self._reads_once(grad_y, (dgrad.left, wgrad.left)):
+            along, across = quantize_both(grad_y, self.recipe.scale_rounding)
+            return self._dgrad(along, grad_y.dtype), self._wgrad(across, saved_x)
+        grad_x = self._dgrad(self.gradient(grad_y, dgrad), grad_y.dtype) if needs_x else None
+        if saved_x is None:
+            return grad_x, None
+        padded = pad_tokens(grad_y) if self.quantized and wgrad.left is not None else grad_y
+        return grad_x, self._wgrad(self.gradient(padded, wgrad), saved_x)
+
+    def _reads_once(self, x: Tensor, blocks: tuple[QuantBlock | None, QuantBlock | None]) -> bool:
+        """Whether one kernel makes both casts of a matrix [T, K]."""
+        aligned = len(x) > 0 and len(x) % WGRAD_TOKEN_MULTIPLE == 0 and all(size % 128 == 0 for size in self.splits)
+        return self.quantized and x.is_cuda and aligned and blocks == (BLOCK_1X128, BLOCK_128X1)
+
+    def _dgrad(self, grad_y: QuantizedMatrix | Tensor, dtype: torch.dtype) -> Tensor:
+        if not self.uses_kernels:
+            return (_values(grad_y) @ self.backward_weight()).to(dtype)
+        if isinstance(grad_y, Tensor):
+            return grad_y @ self.weight_hp
+        return product(grad_y.operand(), self._prepared("dgrad", self._prepare_dgrad), dtype=dtype)
+
+    def _wgrad(self, grad_y: QuantizedMatrix | Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
+        x = self.saved(saved_x)
+        if not self.uses_kernels:
+            return _values(grad_y).T @ _values(x)
+        if isinstance(grad_y, Tensor) or isinstance(x, Tensor):
+            assert isinstance(grad_y, Tensor) and isinstance(x, Tensor)
+            return torch.mm(grad_y.T, x, out_dtype=torch.float32)
+        return product(grad_y.T.operand(), x.T.operand(), dtype=torch.float32)
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether products run on the tensor cores: on a CUDA device, in BF16 and FP8."""
+        return self.weight.is_cuda and self._dtype == torch.bfloat16
+
+    def gradient(self, grad_y: Tensor, recipe: GemmRecipe) -> QuantizedMatrix | Tensor:
+        """dY [T, N] as DGrad or WGrad multiplies it."""
+        if not self.quantized or recipe.left is None:
+            return grad_y
+        return quantize_matrix(grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits)
 
     def gradient_values(self, grad_y: Tensor, recipe: GemmRecipe) -> Tensor:
-        """dY [T, N] as DGrad or WGrad multiplies it, fp32."""
-        if not self.quantized or recipe.left is None:
-            return grad_y.float()
-        return quantize_matrix(grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits).dequantize()
+        """`gradient`, decoded to fp32."""
+        return _values(self.gradient(grad_y, recipe))
 
-    def saved_values(self, saved_x: QuantizedMatrix | Tensor) -> Tensor:
-        """What `save_activation` kept, as WGrad multiplies it, fp32."""
+    def saved(self, saved_x: QuantizedMatrix | Tensor) -> QuantizedMatrix | Tensor:
+        """What `save_activation` kept, as WGrad multiplies it."""
         assert self.recipe.wgrad is not None, self.recipe.name
         right = self.recipe.wgrad.right
         if isinstance(saved_x, Tensor) and self.quantized and right is not None:
-            saved_x = quantize_matrix(pad_tokens(saved_x), right, self.recipe.scale_rounding)
-        return saved_x.float() if isinstance(saved_x, Tensor) else saved_x.dequantize()
+            return quantize_matrix(pad_tokens(saved_x), right, self.recipe.scale_rounding)
+        return saved_x
+
+    def saved_values(self, saved_x: QuantizedMatrix | Tensor) -> Tensor:
+        """`saved`, decoded to fp32."""
+        return _values(self.saved(saved_x))
 
     def save_activation(self, x: Tensor) -> QuantizedMatrix | Tensor:
         """X in the layout and format that WGrad multiplies."""
@@ -193,7 +275,7 @@ class FP8Linear(nn.Module):
         if not self.quantized:
             return self.weight_hp.float()
         name = "dgrad_q" if "dgrad_q" in self._buffers else "weight_q"
-        return self._prepared("dgrad", lambda: self.quantized_weight(name).dequantize())
+        return self._prepared("dgrad values", lambda: self.quantized_weight(name).dequantize())
 
     def _prepared(self, role: str, prepare: Callable[[], Any]) -> Any:
         """`prepare()`, called anew only after the bytes, scales or high-precision copy were written to."""
@@ -210,9 +292,16 @@ class FP8Linear(nn.Module):
         if not self.quantized:
             return grid_operand(self.weight_hp)
         weight = self.quantized_weight("weight_q")
-        if self.recipe.fprop.left is None:  # FP8 weight, BF16 activation: multiply bf16(q * scale)
+        if (
+            self.recipe.fprop.left is None and not self.uses_kernels
+        ):  # multiply bf16(q * scale); kernels do so themselves
             return grid_operand(weight.dequantize().to(self._dtype))
         return weight.operand()
+
+    def _prepare_dgrad(self) -> Operand:
+        """W^T for kernels."""
+        weight = self.quantized_weight("dgrad_q" if "dgrad_q" in self._buffers else "weight_q").T
+        return (weight if self.weight_t is None else replace(weight, q=self.weight_t)).operand()
 
     def quantized_weight(self, name: str) -> QuantizedMatrix:
         """The FP8 bytes and scales that rollout and training multiply."""
@@ -246,12 +335,8 @@ class FP8Linear(nn.Module):
     def _beyond_scale(self, x: Tensor) -> Tensor:
         return x.float().abs() > E4M3_MAX * self.activation_scale
 
-    def _round(self, y: Tensor, cast_bias: bool = False) -> Tensor:
-        """Add the bias, then round the FP32 sum to the activation format."""
-        bias = self.bias.to(self._dtype) if cast_bias and self.bias is not None else self.bias_hp
-        if bias is not None:
-            y = y + bias
-        return y.float().to(self._dtype)
+    def _multiply(self, x: Operand) -> Tensor:
+        return product(x, self.weight_operand(), self.bias_hp, self._dtype)
 
     def extra_repr(self) -> str:
         precision = self.recipe.name if self.quantized else self.recipe.high_precision
@@ -262,22 +347,27 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FP8Linear) -> Tensor:
         ctx.layer, ctx.saved_x, ctx.saturated = layer, None, None
-        if ctx.needs_input_grad[1]:
-            ctx.saved_x = layer.save_activation(x)
         if ctx.needs_input_grad[0]:
             ctx.saturated = layer.saturated(x)
-        return layer.fprop(x)
+        if not ctx.needs_input_grad[1]:
+            return layer.fprop(x)
+        y, ctx.saved_x = layer.fprop_and_save(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         grad_y, layer = grads[0], ctx.layer
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = layer.dgrad(grad_y) if needs_x else None
+        needs_x, _, needs_bias = ctx.needs_input_grad[:3]
+        grad_x, grad_weight = layer.gradients(grad_y, ctx.saved_x, needs_x)
         if grad_x is not None and ctx.saturated is not None:
             grad_x = grad_x.masked_fill(ctx.saturated, 0.0)
-        grad_weight = layer.wgrad(grad_y, ctx.saved_x) if needs_weight else None
         grad_bias = grad_y.float().sum(dim=0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None
+
+
+def _values(matrix: QuantizedMatrix | Tensor) -> Tensor:
+    """fp32."""
+    return matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
 
 
 def pad_tokens(x: Tensor) -> Tensor:

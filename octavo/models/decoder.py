@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from octavo.kernels.gemm import Operand, grid_operand
 from octavo.kernels.logprobs import logits_from_hidden, token_logprobs
 from octavo.kernels.norm import rms_norm
+from octavo.kernels.operands import Operand, grid_operand
 from octavo.kernels.swiglu import swiglu
 from octavo.layers.attention import AttentionContext
 from octavo.layers.linear import FP8Linear, quantized_layers

@@ -10,6 +10,8 @@ E4M3 codes are such integers already (multiples of 2**-9, 18 bits), so an FP8 pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,9 @@ def mean_square(x: Tensor) -> Tensor:
     return x.square().sum(dim=-1, keepdim=True) / x.shape[-1]
 
 
-def block_matmul(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, k_edges: list[int]) -> Tensor:
+def block_matmul(
+    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, k_edges: Sequence[int]
+) -> Tensor:
     """a [M, K] @ b [N, K]^T: blocks of K summed exactly, scaled, and added in ascending K.
 
     Args:

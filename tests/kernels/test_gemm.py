@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from octavo.kernels.gemm import QuantizedMatrix, gemm, grid_operand, quantize_matrix, split_edges
+from octavo.kernels.gemm import gemm
+from octavo.kernels.operands import QuantizedMatrix, grid_operand, quantize_matrix, split_edges
 from octavo.numerics.error import relative_error
 from octavo.numerics.fp8 import (
     BLOCK_1X128,
@@ -136,7 +137,7 @@ def test_splits_restart_blocks():
     ],
 )
 def test_split_edges(splits, block, edges):
-    assert split_edges(splits, block) == edges
+    assert list(split_edges(splits, block)) == edges
 
 
 @pytest.mark.parametrize("splits", SPLITS)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo.kernels import logprobs as kernel
-from octavo.kernels.gemm import grid_operand
 from octavo.kernels.logprobs import chosen_logprobs, logits_from_hidden, sampling_weights, token_logprobs
+from octavo.kernels.operands import grid_operand
 from octavo.numerics.error import relative_error
 
 T, D, V = 37, 200, 1003

@@ -8,7 +8,7 @@ from tiny_models import (
     tiny_decoder,
 )
 
-from octavo.kernels.gemm import quantize_matrix
+from octavo.kernels.operands import quantize_matrix
 from octavo.models.checkpoint import dither_masters_, load_decoder
 from octavo.models.decoder import Decoder
 from octavo.numerics.fp8 import BLOCK_128X128, E4M3

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.kernels.gemm import gemm, quantize_matrix
+from octavo.kernels.gemm import gemm
+from octavo.kernels.operands import quantize_matrix
 from octavo.models.checkpoint import load_decoder
 from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X1, BLOCK_128X128, PER_ROW, PER_TENSOR, quantize
 from octavo.numerics.recipe import get_recipe

@@ -1,0 +1,50 @@
+"""Whether two back ends give the same bits for a shape, on this device and with these libraries.
+
+Exact rollout multiplies few rows with one kernel and training many with another; that is allowed only where both are
+equal, and this is how that is known: random operands through both, every bit compared. Kept for the process.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cast import cast_1x128, cast_128x128
+from octavo.kernels.scaled_mm import block_product
+from octavo.kernels.triton_gemm import triton_product
+
+ROWS = (1, 64, 129, 1000)
+"""Numbers of rows that the products by blocks are compared at."""
+
+
+@lru_cache(maxsize=256)
+def blocks_agree(N: int, K: int, device: torch.device) -> bool:
+    """cuBLASLt against `triton`, both operands FP8, X by 1x128 and W [N, K] by 128x128; N, K filled up to 128s."""
+    w, _, w_scale = cast_128x128(_random(N, K, device))
+    for M in ROWS:
+        x, x_scale = cast_1x128(_random(M, K, device))
+        found = block_product(x, w, x_scale, w_scale, None, torch.bfloat16)
+        if not torch.equal(found, triton_product(x, w, x_scale, w_scale, None, torch.bfloat16)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=256)
+def bf16_agrees(N: int, K: int, device: torch.device) -> bool:
+    """cuBLAS with 4,096 rows against `triton` with all of them and with some, in BF16 and FP32."""
+    x, w = _random(4096, K, device), _random(N, K, device)
+    rounded, whole = torch.mm(x, w.T), torch.mm(x, w.T, out_dtype=torch.float32)
+    if not torch.equal(rounded, whole.bfloat16()):
+        return False
+    return all(
+        torch.equal(whole[:M], triton_product(x[:M], w, None, None, None, torch.float32)) for M in (1, 64, 1000, 4096)
+    )
+
+
+def _random(rows: int, columns: int, device: torch.device) -> Tensor:
+    """BF16, rows of different size, the same every time and apart from the generators that the run uses."""
+    generator = torch.Generator(device).manual_seed(rows * 1_000_003 + columns)
+    size = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator, device=device))
+    return (torch.randn(rows, columns, generator=generator, device=device) * size).bfloat16()

@@ -1,0 +1,237 @@
+"""Operands of matrix products: what is quantised how, and made ready once for any number of products.
+
+A matrix on a CUDA device is made ready for kernels, which read whole blocks of 128 along the reduced dimension and
+along the rows of a 128 x 128 weight: what ends within a block is filled up with zeros, which change no sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_both, cast_rows
+from octavo.numerics.exact import K_BLOCK, block_edges, product_bits, to_grid
+from octavo.numerics.fp8 import (
+    BLOCK_128X1,
+    BLOCK_128X128,
+    PER_COLUMN,
+    PER_ROW,
+    PER_TENSOR,
+    QuantBlock,
+    ScaleRounding,
+    quantize,
+    quantize_with_scale,
+)
+
+ROW_MULTIPLE = 16
+"""Kernels want the widths of their operands in multiples of this."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """One side of a GEMM, ready to be multiplied: rows that are not reduced, columns that are."""
+
+    values: Tensor
+    """[rows, K]: float64 on a grid whose block sums are exact for the reference; e4m3 or bf16 with K contiguous for
+    kernels, zeros filling up each block of 128."""
+    scale: Tensor | None
+    """[rows, B] fp32, one per row and K block, or per block of rows (`rows_per_scale`); None for operands that are not
+    FP8."""
+    k_edges: Sequence[int]
+    """[B + 1] boundaries of the K blocks, without what fills them up."""
+    rows_per_scale: int = 1
+    """128 for the weight of a kernel that takes blocks of 128 x 128."""
+    rows: Tensor | None = None
+    """Which rows are the matrix's; None for all. The others fill up blocks that end at a fused projection."""
+
+    def decode(self) -> Tensor:
+        """[rows, K] the numbers that are multiplied, without what fills them up: fp32 where they are FP8, float64 or
+        bf16 where they are not."""
+        K = self.k_edges[-1]
+        values = self.values if self.rows is None else self.values[self.rows]
+        if self.scale is None:
+            return values[:, :K]
+        if values.dtype == torch.float64:
+            return values.float() * _spread(self.scale, self.k_edges, dim=1)
+        multiple = K_BLOCK if is_blocked(self) else ROW_MULTIPLE
+        if not _is_full(self.k_edges, multiple):
+            values = values[:, _places(tuple(self.k_edges), multiple, values.device)]
+        scale = self.scale
+        if self.rows_per_scale > 1:
+            scale = scale.repeat_interleave(self.rows_per_scale, dim=0)
+            scale = scale[: len(values)] if self.rows is None else scale[self.rows]
+        return values.float() * _spread(scale, self.k_edges, dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedMatrix:
+    """An FP8 matrix and its block scales: x ~= q * scale. Blocks restart at each fused projection."""
+
+    q: Tensor
+    """[M, K] e4m3."""
+    scale: Tensor
+    """[row blocks, column blocks] fp32."""
+    row_edges: Sequence[int]
+    """Boundaries of the row blocks, from 0 to M."""
+    column_edges: Sequence[int]
+    """Boundaries of the column blocks, from 0 to K."""
+
+    @property
+    def T(self) -> QuantizedMatrix:
+        """The transpose: the same bytes and scales."""
+        return QuantizedMatrix(self.q.T, self.scale.T, self.column_edges, self.row_edges)
+
+    def operand(self) -> Operand:
+        """Ready for a product reduced over the columns: for kernels on a CUDA device, for the reference elsewhere."""
+        return kernel_operand(self) if self.q.is_cuda else self.reference_operand()
+
+    def reference_operand(self) -> Operand:
+        """Ready for the reference's product reduced over the columns."""
+        return Operand(self.q.double(), _spread(self.scale, self.row_edges, dim=0), self.column_edges)
+
+    def dequantize(self) -> Tensor:
+        """[M, K] fp32, q * scale."""
+        return self.q.float() * _spread(_spread(self.scale, self.row_edges, dim=0), self.column_edges, dim=1)
+
+
+def quantize_matrix(
+    x: Tensor,
+    quant_block: QuantBlock,
+    rounding: ScaleRounding = "none",
+    *,
+    row_splits: Sequence[int] | None = None,
+    column_splits: Sequence[int] | None = None,
+    scale: Tensor | None = None,
+) -> QuantizedMatrix:
+    """Quantise [M, K], each fused projection on its own.
+
+    Args:
+        x: [M, K] float.
+        quant_block: rows and columns that share a scale.
+        rounding: of the scales.
+        row_splits, column_splits: widths of the fused projections along one dimension, or None.
+        scale: [1, 1] fp32, a frozen scale for the whole matrix instead of one from its amax.
+    """
+    if scale is not None:
+        q = quantize_with_scale(x, scale, quant_block)
+        return QuantizedMatrix(q, scale, [0, x.shape[0]], [0, x.shape[1]])
+    dim, splits = (1, column_splits) if column_splits is not None else (0, row_splits or [x.shape[0]])
+    block = quant_block[dim]
+    if block is not None and all(size % block == 0 for size in splits):  # no block straddles two of them
+        splits = [x.shape[dim]]
+    pieces = [_quantize(piece, quant_block, rounding) for piece in x.split(list(splits), dim=dim)]
+    return QuantizedMatrix(
+        q=torch.cat([q for q, _ in pieces], dim=dim) if len(pieces) > 1 else pieces[0][0],
+        scale=torch.cat([scale for _, scale in pieces], dim=dim) if len(pieces) > 1 else pieces[0][1],
+        row_edges=split_edges(row_splits or [x.shape[0]], quant_block[0]),
+        column_edges=split_edges(column_splits or [x.shape[1]], quant_block[1]),
+    )
+
+
+def quantize_both(x: Tensor, rounding: ScaleRounding = "none") -> tuple[QuantizedMatrix, QuantizedMatrix]:
+    """X [T, K] on a CUDA device by 1x128, and by 128x1 transposed, from one read."""
+    (q, scale), (q_t, scale_t) = cast_both(x, rounding)
+    T, K = x.shape
+    along = QuantizedMatrix(q, scale, range(T + 1), block_edges(K))
+    return along, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1))
+
+
+def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
+    """`quantize`, on a GPU by the kernel of the block shape where there is one; the bytes are the same."""
+    if not x.is_cuda or x.stride(1) != 1 or quant_block in (PER_COLUMN, PER_TENSOR):
+        return quantize(x, quant_block, rounding)
+    if quant_block == BLOCK_128X128:
+        q, _, scale = cast_128x128(x, rounding)
+        return q, scale
+    if quant_block == BLOCK_128X1:
+        q, scale = cast_128x1(x, rounding)
+        return q.T, scale.T
+    return (cast_rows if quant_block == PER_ROW else cast_1x128)(x, rounding)
+
+
+def split_edges(splits: Sequence[int], block: int | None) -> Sequence[int]:
+    """Block boundaries of fused projections; blocks restart at each: [192, 192] by 128 -> 0, 128, 192, 320, 384."""
+    if block == 1:
+        return range(sum(splits) + 1)
+    starts = [0, *accumulate(splits)]
+    pairs = zip(starts[:-1], splits, strict=True)
+    return [*(start + edge for start, size in pairs for edge in block_edges(size, block)[:-1]), starts[-1]]
+
+
+def grid_operand(x: Tensor, block: int = K_BLOCK) -> Operand:
+    """A matrix [rows, K] that is not quantised.
+
+    BF16 on a CUDA device as it is, for kernels; otherwise each row on an exact grid within each block of K.
+    """
+    edges = block_edges(x.shape[1], block)
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return Operand(_filled(x, [0, x.shape[1]], 8), None, edges)
+    bits = product_bits(block)
+    return Operand(torch.cat([to_grid(piece, bits) for piece in x.split(block, dim=1)], dim=1), None, edges)
+
+
+def kernel_operand(matrix: QuantizedMatrix) -> Operand:
+    """An FP8 matrix on a CUDA device as kernels read it.
+
+    Scales per block of 128 along K stay that ([rows, B] with strides (1, any), or [row blocks, B]); others become one
+    per row and piece of K.
+    """
+    blocked = _is_blocked(matrix.column_edges)
+    q = _filled(matrix.q, matrix.column_edges, K_BLOCK if blocked else ROW_MULTIPLE)
+    if blocked and len(matrix.row_edges) - 1 < matrix.q.shape[0]:  # 128 x 128
+        rows, edges = None, matrix.row_edges
+        if not _is_full(edges, K_BLOCK):
+            q, rows = _filled(q.T, edges, K_BLOCK).T.contiguous(), _places(tuple(edges), K_BLOCK, q.device)
+        return Operand(q, matrix.scale.contiguous(), matrix.column_edges, K_BLOCK, rows)
+    return Operand(q, _spread(matrix.scale, matrix.row_edges, dim=0), matrix.column_edges)
+
+
+def is_blocked(operand: Operand) -> bool:
+    """Whether its scales are per block of 128 along K, or one per row (and projection)."""
+    return _is_blocked(operand.k_edges)
+
+
+def _is_blocked(edges: Sequence[int]) -> bool:
+    return max(stop - start for start, stop in pairwise(edges)) <= K_BLOCK
+
+
+def _is_full(edges: Sequence[int], multiple: int) -> bool:
+    return all((stop - start) % multiple == 0 for start, stop in pairwise(edges))
+
+
+def _filled(q: Tensor, edges: Sequence[int], multiple: int) -> Tensor:
+    """[rows, K] with zeros after each block of K that is no multiple wide, K contiguous."""
+    if _is_full(edges, multiple):
+        return q if q.stride(1) == 1 else q.contiguous()
+    width = sum(-(-(stop - start) // multiple) * multiple for start, stop in pairwise(edges))
+    rows = q.shape[0]
+    out = torch.zeros(rows, width, dtype=q.dtype, device=q.device)
+    integers = {1: torch.uint8, 2: torch.int16}[q.element_size()]  # E4M3 cannot be scattered as it is
+    out.view(integers)[:, _places(tuple(edges), multiple, q.device)] = q.view(integers)
+    return out
+
+
+@lru_cache(maxsize=256)
+def _places(edges: tuple[int, ...], multiple: int, device: torch.device) -> Tensor:
+    """Where each index lies once every block is filled up to the multiple, int64."""
+    places: list[int] = []
+    start = 0
+    for low, high in pairwise(edges):
+        places += range(start, start + high - low)
+        start += -(-(high - low) // multiple) * multiple
+    return torch.tensor(places, device=device)
+
+
+def _spread(scale: Tensor, edges: Sequence[int], dim: int) -> Tensor:
+    """One scale per block -> one per row (or column)."""
+    if len(edges) - 1 == edges[-1]:  # blocks of one
+        return scale
+    if len(edges) == 2:
+        return scale.repeat_interleave(edges[-1], dim=dim)
+    sizes = torch.tensor([stop - start for start, stop in pairwise(edges)], device=scale.device)
+    return scale.repeat_interleave(sizes, dim=dim, output_size=edges[-1])
