@@ -122,6 +122,8 @@ def split_edges(splits: Sequence[int], block: int | None) -> list[int]:
 def grid_operand(x: Tensor, block: int = K_BLOCK) -> Operand:
     """A BF16 or FP32 matrix [rows, K], each row on an exact grid within each block of K."""
     edges = block_edges(x.shape[1], block)
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return Operand(x, None, edges)
     bits = product_bits(block)
     return Operand(torch.cat([to_grid(piece, bits) for piece in x.split(block, dim=1)], dim=1), None, edges)
 
