@@ -53,8 +53,7 @@ def softmax_sums(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: fl
     chosen = torch.full((T,), torch.nan, device=hidden.device)
     sums = _empty_sums(T, V, hidden.device)
     if T:
-        grid, arguments, options = _launch(hidden, weight, temperature)
-        _sums_kernel[grid](*arguments, tokens, chosen, *sums, **options)
+        _launch(_sums_kernel, hidden, weight, temperature, tokens, chosen, *sums)
     return chosen, *_combined(*sums)
 
 
@@ -62,8 +61,7 @@ def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """[T, D] bf16, [V, D] bf16 -> [T, V] fp32, those that `softmax_sums` sees."""
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
     if len(hidden):
-        grid, arguments, options = _launch(hidden, weight, temperature)
-        _logits_kernel[grid](*arguments, logits, **options)
+        _launch(_logits_kernel, hidden, weight, temperature, logits, persistent=False)
     return logits
 
 
@@ -103,7 +101,7 @@ def gradients(
         words = slice(start, start + columns)
         grad_logits = grad_logits_of(hidden, weight[words], tokens - start, logsumexp, grad, temperature)
         if grad_hidden is not None:
-            grad_hidden += torch.mm(grad_logits, weight[words], out_dtype=torch.float32)
+            torch.addmm(grad_hidden, grad_logits, weight[words], out_dtype=torch.float32, out=grad_hidden)
         if grad_weight is not None:
             torch.mm(grad_logits.T, hidden, out_dtype=torch.float32, out=grad_weight[words])
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
@@ -114,8 +112,7 @@ def grad_logits_of(
 ) -> Tensor:
     """(onehot - softmax) * grad [T, C] bf16 over the C words of `weight`, tokens counted from the first of them."""
     grad_logits = torch.empty(len(hidden), len(weight), dtype=torch.bfloat16, device=hidden.device)
-    grid, arguments, options = _launch(hidden, weight, temperature)
-    _grad_logits_kernel[grid](*arguments, tokens, logsumexp.float(), grad, grad_logits, **options)
+    _launch(_grad_logits_kernel, hidden, weight, temperature, tokens, logsumexp.float(), grad, grad_logits)
     return grad_logits
 
 
@@ -124,8 +121,10 @@ def configuration(num_rows: int) -> tuple[int, int, int]:
     return (64, 4, 5) if num_rows <= 64 else (128, 8, 4)
 
 
-def _launch(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, first arguments and options of the kernels that multiply. One program a multiprocessor."""
+def _launch(
+    kernel: Any, hidden: Tensor, weight: Tensor, temperature: float, *arguments: Tensor, persistent: bool = True
+) -> None:
+    """Run a kernel that multiplies: a program for each multiprocessor, or else for each tile."""
     require_triton("lm_head")
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -133,18 +132,22 @@ def _launch(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[tuple[i
     if D % 8 != 0:
         raise ValueError(f"lm_head on a GPU reads rows of 16 bytes, so the hidden size is a multiple of 8; got {D}")
     block_t, num_warps, num_stages = configuration(T)
-    num_tiles = triton.cdiv(T, block_t) * triton.cdiv(V, BLOCK_V)
-    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 2
-    arguments = (
+    num_programs = triton.cdiv(T, block_t) * triton.cdiv(V, BLOCK_V)
+    if persistent and hidden.is_cuda:
+        num_programs = min(num_programs, torch.cuda.get_device_properties(hidden.device).multi_processor_count)
+    kernel[(num_programs,)](
         TensorDescriptor.from_tensor(hidden.contiguous(), [block_t, BLOCK_K]),
         TensorDescriptor.from_tensor(weight.contiguous(), [BLOCK_V, BLOCK_K]),
         T,
         V,
         D,
         1.0 / temperature,
+        *arguments,
+        BLOCK_T=block_t,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **_UNFUSED,
     )
-    options = {"BLOCK_T": block_t, "num_warps": num_warps, "num_stages": num_stages, **_UNFUSED}
-    return (min(num_tiles, programs),), arguments, options
 
 
 def _empty_sums(T: int, V: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,11 +192,10 @@ def _sums_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _logits_kernel(hidden, weight, T, V, D, inverse_temperature, logits_ptr, BLOCK_T: tl.constexpr):
-    """Logits [T, V], stored."""
-    for tile in tl.range(tl.program_id(0), _num_tiles(T, V, BLOCK_T), tl.num_programs(0), flatten=True):
-        row_block, vocabulary_tile = _place(tile, T, V, BLOCK_T)
-        logits = _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
-        _store_tile(logits_ptr, logits, row_block, vocabulary_tile, T, V, BLOCK_T)
+    """A tile of logits [T, V]. One a program: to store it takes the shared memory that a next tile would fill."""
+    row_block, vocabulary_tile = _place(tl.program_id(0), T, V, BLOCK_T)
+    logits = _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
+    _store_tile(logits_ptr, logits, row_block, vocabulary_tile, T, V, BLOCK_T)
 
 
 @triton.jit(do_not_specialize=["T"])

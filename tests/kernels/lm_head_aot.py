@@ -29,7 +29,7 @@ WANTED = ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "cp.async.bul
 
 
 def compiled(name: str, signature: dict[str, str], constants: dict[str, int], num_warps: int, num_stages: int) -> dict:
-    """How often each instruction of interest stands in the kernel's PTX, and the bytes of its stack."""
+    """How often each instruction of interest stands in the kernel's PTX, and its bytes of stack and shared memory."""
     divisible = [i for i, kind in enumerate(signature.values()) if kind[0] in "*i"]
     source = ASTSource(
         fn=getattr(lm_head, name),
@@ -38,9 +38,9 @@ def compiled(name: str, signature: dict[str, str], constants: dict[str, int], nu
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
     options = {"num_warps": num_warps, "num_stages": num_stages, **lm_head._UNFUSED}
-    code = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
-    counts = {text: code["ptx"].count(text) for text in WANTED}
-    return counts | {"stack": stack_bytes(code["cubin"])}
+    kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    counts = {text: kernel.asm["ptx"].count(text) for text in WANTED}
+    return counts | {"stack": stack_bytes(kernel.asm["cubin"]), "shared": kernel.metadata.shared}
 
 
 def stack_bytes(cubin: bytes) -> int:
@@ -70,6 +70,8 @@ if __name__ == "__main__":
         "_sums_kernel, few rows": multiplying("_sums_kernel", 64),
         "_sums_kernel": multiplying("_sums_kernel", 65),
         "_logits_kernel, few rows": multiplying("_logits_kernel", 64),
+        "_logits_kernel": multiplying("_logits_kernel", 65),
+        "_grad_logits_kernel, few rows": multiplying("_grad_logits_kernel", 64),
         "_grad_logits_kernel": multiplying("_grad_logits_kernel", 65),
         "_row_sums_kernel": compiled("_row_sums_kernel", {"logits_ptr": "*fp32"} | SIZES | SUMS, {"BLOCK_T": 4}, 4, 3),
         "_combine_kernel": compiled("_combine_kernel", COMBINE, {"ROWS": 8, "TILES": 256}, 8, 3),

@@ -27,11 +27,12 @@ def in_another_process(*arguments, **environment):
 @needs_triton
 def test_every_kernel_compiles_for_hopper():
     found = json.loads(in_another_process(REPO / "tests/kernels/lm_head_aot.py"))
-    assert len(found) == 6
+    assert len(found) == 8
     for name, counts in found.items():
         multiplies = name.startswith(("_sums", "_logits", "_grad"))
         assert (counts["wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"] > 0) == multiplies, (name, counts)
         assert (counts["cp.async.bulk.tensor"] > 0) == multiplies, (name, counts)
+        assert counts["shared"] <= 227 * 1024, (name, counts)  # of a multiprocessor of an H100 or H200
         assert counts[".local"] == 0 and counts["stack"] <= 128, (name, counts)  # some words, once a tile; no tile
         # A logit is rounded before anything is taken from it, as one that was stored is.
         assert counts["fma.rn.f32"] == 0, (name, counts)
@@ -42,19 +43,20 @@ def test_kernels_in_the_interpreter():
     script = """
 from lm_head_checks import *
 torch.manual_seed(0)
-for num_tokens, width, vocabulary in ((5, 72, 700), (66, 128, 520)):
-    given = problem(num_tokens, width, vocabulary)
-    for temperature in (1.0, 0.8):
-        check_values(*given, temperature)
-    check_grad_logits(*given, 0.8, 0, limit=4.0)  # the interpreter cuts off instead of rounding
-    check_grad_logits(*given, 0.8, 256, limit=4.0)
-    whole = token_logprobs(given[0], given[1].float(), as_operand(given[1]), given[2], 0.8)[0]
-    some = token_logprobs(given[0][2:5], given[1].float(), as_operand(given[1]), given[2][2:5], 0.8)[0]
-    assert torch.equal(some, whole[2:5])
-check_bad_rows(*problem(6, 64, 300))
+few, many = problem(5, 72, 700), problem(66, 128, 300)
+for given, temperature in ((few, 1.0), (few, 0.8), (many, 0.8)):
+    check_values(*given, temperature)
+    for start in (0, 256):
+        check_grad_logits(*given, temperature, start, limit=4.0)  # the interpreter cuts off instead of rounding
+hidden, weight, tokens = many
+whole, some = (
+    token_logprobs(hidden[rows], weight.float(), as_operand(weight), tokens[rows], 0.8)[0]
+    for rows in (slice(66), slice(3))
+)
+assert torch.equal(some, whole[:3])
 check_edges('cpu')
 """
-    in_another_process("-c", script, TRITON_INTERPRET="1")
+    in_another_process("-c", script, TRITON_INTERPRET="1")  # NaN and infinity are the GPU's to check
 
 
 @needs_triton
