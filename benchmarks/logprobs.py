@@ -90,7 +90,7 @@ def main() -> None:
         better = "lower" if metric in ("ms", "peak_gib") else "higher"
         rows.append({"case": case, "metric": metric, "value": value, "unit": unit, "goal": goal, "better": better})
         rows[-1]["note"] = note
-        print(f"{case:44} {metric:16} {value:9.3f} {unit:18} {note}", flush=True)
+        print(f"{case:54} {metric:16} {value:9.3f} {unit:16} {note}", flush=True)
 
     add("copy/1 GiB/uint8", "gb_s", copy, "GB/s")
     compiled = torch.compile(chosen, dynamic=False)
@@ -119,18 +119,18 @@ def training(case: str, hidden: Tensor, weight: Tensor, tokens: Tensor, compiled
         call(hidden, weight, tokens)
         theirs = milliseconds(partial(call, hidden, weight, tokens))
         note = f"{theirs:.2f} ms, {peak_gib(partial(call, hidden, weight, tokens)):.2f} GiB, no entropy"
-        add(f"forward/{case}", "speedup", theirs / ours, f"x {peer}", note=note)
+        add(f"forward against {peer}/{case}", "speedup", theirs / ours, "x", note=note)
     add(f"forward/{case}", "peak_gib", peak_gib(forward), "GiB", note=f"FP32 logits {4 * len(hidden) * V / 2**30:.2f}")
     leaf = hidden.detach().requires_grad_()
     plain = partial(all_logits_backward, leaf, weight.requires_grad_(), tokens)
     both = partial(ours_backward, leaf, weight.detach(), master.requires_grad_(), tokens)
-    for label, call, leaves in (("all logits", plain, [leaf, weight]), ("ours", both, [leaf, master])):
+    for label, call, leaves in ((" of all logits", plain, [leaf, weight]), ("", both, [leaf, master])):
         time = milliseconds(call, 400, leaves)
         for x in leaves:
             x.grad = None
         note = f"3 products at {3 * flop / time / 1e9:.0f} TFLOP/s"
-        add(f"forward and backward/{case}", "ms", time, f"ms {label}", note=note)
-        add(f"forward and backward/{case}", "peak_gib", peak_gib(call), f"GiB {label}", note="gradients included")
+        add(f"forward and backward{label}/{case}", "ms", time, "ms", note=note)
+        add(f"forward and backward{label}/{case}", "peak_gib", peak_gib(call), "GiB", note="gradients included")
         for x in leaves:
             x.grad = None
 

@@ -120,7 +120,7 @@ def split_edges(splits: Sequence[int], block: int | None) -> list[int]:
 
 
 def grid_operand(x: Tensor, block: int = K_BLOCK) -> Operand:
-    """A BF16 or FP32 matrix [rows, K], each row on an exact grid within each block of K."""
+    """A BF16 or FP32 matrix [rows, K], each row on an exact grid within each block of K; BF16 as it is on a GPU."""
     edges = block_edges(x.shape[1], block)
     if x.is_cuda and x.dtype == torch.bfloat16:
         return Operand(x, None, edges)

@@ -90,7 +90,7 @@ def gradients(
     Args:
         hidden, weight, tokens, temperature: as in `softmax_sums`.
         logsumexp: [T] float64, from there.
-        grad: [T] fp32, of the chosen logits before their division by the temperature.
+        grad: [T] fp32, of the log-probabilities, over the temperature.
         needs: whether each of the two is wanted.
     """
     T, V = len(hidden), len(weight)
@@ -181,7 +181,7 @@ def _sums_kernel(
         words = vocabulary_tile * _BLOCK_V + tl.arange(0, _BLOCK_V)
         logits = _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
         token = tl.load(tokens_ptr + rows, mask=rows < T, other=-1).to(tl.int32)  # 64 bits would spill
-        here = (token >= vocabulary_tile * _BLOCK_V) & (token < (vocabulary_tile + 1) * _BLOCK_V)
+        here = (token >= vocabulary_tile * _BLOCK_V) & (token < tl.minimum((vocabulary_tile + 1) * _BLOCK_V, V))
         if tl.max(here.to(tl.int32), axis=0) > 0:
             chosen = tl.sum(tl.where(words[None, :] == token[:, None], logits, 0.0), axis=1)
             tl.store(chosen_ptr + rows, chosen, mask=here)

@@ -119,15 +119,15 @@ class _TiledLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, operand: Operand, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         chosen, logsumexp, entropy = lm_head.softmax_sums(hidden, operand.values, tokens, temperature)
-        ctx.save_for_backward(hidden, tokens, logsumexp)
-        ctx.operand, ctx.temperature = operand, temperature
+        ctx.save_for_backward(hidden, operand.values, tokens, logsumexp)  # torch refuses a weight rewritten meanwhile
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
         return (chosen.double() - logsumexp).float(), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, tokens, logsumexp = ctx.saved_tensors
-        weight, temperature, needs = ctx.operand.values, ctx.temperature, ctx.needs_input_grad[:2]
+        hidden, weight, tokens, logsumexp = ctx.saved_tensors
+        temperature, needs = ctx.temperature, ctx.needs_input_grad[:2]
         found = lm_head.gradients(hidden, weight, tokens, logsumexp, grads[0] / temperature, temperature, needs)
         return *found, None, None, None
 

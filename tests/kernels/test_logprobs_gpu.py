@@ -114,7 +114,7 @@ def test_only_what_needs_a_gradient_gets_one():
 
 
 def test_edges():
-    check_bad_rows(*on_gpu(70, SHAPES["smollm2-135m"]))
+    check_bad_rows(*on_gpu(70, SHAPES["qwen2.5-0.5b"]))  # the last tile is half a tile
     check_edges("cuda")
     hidden, weight, tokens = on_gpu(0, (300, 64))
     hidden.requires_grad_()
@@ -130,3 +130,11 @@ def test_fp32_keeps_the_reference_and_its_two_roles_equal():
     assert torch.equal(chosen_logprobs(logits, sampling_weights(logits)[1], tokens[:9]), logprobs[:9])
     on_cpu = ours(hidden.cpu(), weight.cpu(), tokens.cpu(), 0.8)
     assert relative_error(logprobs.cpu(), on_cpu) < 2.0**-22
+
+
+def test_a_weight_rewritten_before_the_backward_is_refused():
+    hidden, weight, tokens = on_gpu(10, (3000, 64))
+    logprobs = token_logprobs(hidden.requires_grad_(), weight.float(), as_operand(weight), tokens, 1.0)[0]
+    weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
