@@ -4,7 +4,8 @@
     logprob = logits[chosen] - logsumexp(logits)
 
 The weights of a softmax are put on a grid of 2**-35 below the largest one, so their sum is exact and the same for
-any batch and any vocabulary tiling; `sampling_weights` gives the same integers to the sampler.
+any batch and any vocabulary tiling; `sampling_weights` gives the same integers to the sampler. On a GPU BF16 runs in
+`kernels.lm_head`, and a logsumexp is summed there, in both roles and from the same FP32 logits.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels import lm_head
 from octavo.kernels.gemm import gemm
 from octavo.kernels.operands import Operand, grid_operand
+from octavo.kernels.triton_shim import INTERPRETED
 from octavo.numerics.exact import UNIT_BITS, unit_grid
 
 MAX_LOGITS_PER_CHUNK = 2**24
@@ -37,11 +40,14 @@ def token_logprobs(
     Returns:
         logprobs [T] fp32, differentiable, and entropy [T] fp32 in nats, without a gradient.
     """
-    return _TokenLogprobs.apply(hidden, weight, operand, tokens, temperature)
+    function = _TiledLogprobs if _is_tiled(operand) else _TokenLogprobs
+    return function.apply(hidden, weight, operand, tokens, temperature)
 
 
 def logits_from_hidden(hidden: Tensor, operand: Operand, temperature: float = 1.0) -> Tensor:
     """[T, D] -> logits [T, V] fp32, divided by the temperature."""
+    if _is_tiled(operand):
+        return lm_head.logits_of(hidden, operand.values, temperature)
     logits = gemm(grid_operand(hidden), operand).float()
     return logits if temperature == 1.0 else logits / temperature
 
@@ -50,19 +56,26 @@ def sampling_weights(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax weights relative to the largest, as float64 integers on a grid of 2**-35.
 
     Args:
-        logits: [..., V] fp32.
+        logits: [T, V] fp32.
 
     Returns:
-        weights [..., V] float64 whole numbers, 2**35 for the largest; logsumexp [..., 1] float64 in nats.
+        weights [T, V] float64 whole numbers, 2**35 for the largest; logsumexp [T, 1] float64 in nats.
     """
     largest = logits.amax(dim=-1, keepdim=True)
     weights = unit_grid(torch.exp(logits - largest))
+    if logits.is_cuda or INTERPRETED:
+        return weights, lm_head.logsumexp_of(logits)
     return weights, largest.double() + torch.log(weights.sum(dim=-1, keepdim=True) * 2.0**-UNIT_BITS)
 
 
 def chosen_logprobs(logits: Tensor, logsumexp: Tensor, tokens: Tensor) -> Tensor:
     """logits [T, V] fp32, logsumexp [T, 1] float64, tokens [T] int64 -> [T] fp32, rounded once."""
     return (logits.gather(1, tokens[:, None]).double() - logsumexp).squeeze(1).float()
+
+
+def _is_tiled(operand: Operand) -> bool:
+    """`grid_operand` leaves BF16 as it is on a GPU, and only there."""
+    return operand.values.dtype == torch.bfloat16
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -99,6 +112,25 @@ class _TokenLogprobs(torch.autograd.Function):
             if needs_weight:
                 grad_weight.addmm_(grad_logits.T, hidden[rows].float())
         return grad_hidden if needs_hidden else None, grad_weight if needs_weight else None, None, None, None
+
+
+class _TiledLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, operand: Operand, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        chosen, logsumexp, entropy = lm_head.softmax_sums(hidden, operand.values, tokens, temperature)
+        ctx.save_for_backward(hidden, operand.values, tokens, logsumexp)  # torch refuses a weight rewritten meanwhile
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return (chosen.double() - logsumexp).float(), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, tokens, logsumexp = ctx.saved_tensors
+        temperature, needs = ctx.temperature, ctx.needs_input_grad[:2]
+        found = lm_head.gradients(hidden, weight, tokens, logsumexp, grads[0] / temperature, temperature, needs)
+        return *found, None, None, None
 
 
 def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:

@@ -18,8 +18,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class _Absent:
     """Keeps decorated kernels as plain functions that nothing calls, and constants as they are."""
 
-    def jit(self, function: Any) -> Any:
-        return function
+    def jit(self, function: Any = None, **options: Any) -> Any:
+        return function or (lambda kernel: kernel)
 
     def constexpr(self, value: Any) -> Any:
         return value

@@ -1,0 +1,177 @@
+"""lm_head on a GPU: log-probabilities of a batch, their gradients, and the logits of decode.
+
+    python benchmarks/logprobs.py    # a table, and benchmarks/results/logprobs.json (under $OUT if that is set)
+
+Training: TFLOP/s as a share of a plain BF16 product of the same matrices, measured beside it. Peers: logits by
+torch.mm in FP32 and log_softmax in chunks of rows, eager and compiled; cross entropy over all logits at once.
+Decode: the share of the time that a large copy would take for the weight once and the logits once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.lm_head import logsumexp_of
+from octavo.kernels.logprobs import chosen_logprobs, logits_from_hidden, token_logprobs
+from octavo.kernels.operands import grid_operand
+
+TOKENS = 8192
+CHUNK = 1024
+MODELS = {"qwen3-8b": (151936, 4096), "llama-3-8b": (128256, 4096)}
+BATCHES = (1, 8, 64, 128, 256)
+FORWARD_GOAL = 0.85
+"""Share of the speed of a BF16 product."""
+DECODE_GOAL = 0.75
+"""Share of the bandwidth bound, up to 64 sequences."""
+
+
+def chosen(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[T, V] fp32, [T] -> [T] fp32 in plain torch."""
+    return torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])
+
+
+def by_chunks(pick: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities from the FP32 logits of CHUNK rows at a time."""
+    pairs = zip(hidden.split(CHUNK), tokens.split(CHUNK), strict=True)
+    return torch.cat([pick(torch.mm(h, weight.T, out_dtype=torch.float32), t) for h, t in pairs])
+
+
+def ours_backward(hidden: Tensor, weight: Tensor, master: Tensor, tokens: Tensor) -> None:
+    """Forward and backward."""
+    token_logprobs(hidden, master, grid_operand(weight), tokens, 1.0)[0].sum().backward()
+
+
+def all_logits_backward(hidden: Tensor, weight: Tensor, tokens: Tensor) -> None:
+    """Forward and backward over all logits at once, in BF16 and then FP32."""
+    torch.nn.functional.cross_entropy((hidden @ weight.T).float(), tokens, reduction="sum").backward()
+
+
+def milliseconds(call: Callable[[], object], rep: int = 150, leaves: Sequence[Tensor] = ()) -> float:
+    """Median; gradients of the leaves start anew at each call."""
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=30, rep=rep, return_mode="median", grad_to_none=leaves)
+
+
+def copy_speed() -> float:
+    """GB/s of a copy of 1 GiB."""
+    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) / 1e6
+
+
+def peak_gib(call: Callable[[], object]) -> float:
+    """GiB that a call adds to what is held before it, results included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def main() -> None:
+    """Measure, print, write."""
+    torch.manual_seed(0)
+    copy = copy_speed()
+    rows: list[dict] = []
+
+    def add(case: str, metric: str, value: float, unit: str, goal: float | None = None, note: str = "") -> None:
+        better = "lower" if metric in ("ms", "peak_gib") else "higher"
+        rows.append({"case": case, "metric": metric, "value": value, "unit": unit, "goal": goal, "better": better})
+        rows[-1]["note"] = note
+        print(f"{case:54} {metric:16} {value:9.3f} {unit:16} {note}", flush=True)
+
+    add("copy/1 GiB/uint8", "gb_s", copy, "GB/s")
+    compiled = torch.compile(chosen, dynamic=False)
+    for name, (V, D) in MODELS.items():
+        weight = (torch.randn(V, D, device="cuda") * 3 / D**0.5).bfloat16()
+        hidden = torch.randn(TOKENS, D, device="cuda").bfloat16()
+        tokens = torch.randint(V, (TOKENS,), device="cuda")
+        decode(f"{name}/bf16", hidden, weight, tokens, copy, add)
+        training(f"{name}/bf16", hidden, weight, tokens, partial(by_chunks, compiled), add)
+    write(rows)
+
+
+def training(case: str, hidden: Tensor, weight: Tensor, tokens: Tensor, compiled: Callable, add: Callable) -> None:
+    """Forward, and forward with backward, of TOKENS tokens."""
+    flop, V = 2 * len(hidden) * weight.numel(), len(weight)
+    operand, master = grid_operand(weight), weight.float()
+    forward = partial(token_logprobs, hidden, master, operand, tokens, 1.0)
+    product = milliseconds(partial(torch.mm, hidden, weight.T))
+    ours, again = milliseconds(forward), milliseconds(forward)
+    product_again = milliseconds(partial(torch.mm, hidden, weight.T))
+    product = (product + product_again) / 2
+    add(f"product/{case}", "tflop_s", flop / product / 1e9, "TFLOP/s", note=f"second run {product_again:.2f} ms")
+    add(f"forward/{case}", "tflop_s", flop / ours / 1e9, "TFLOP/s", note=f"{ours:.2f} ms, second run {again:.2f} ms")
+    add(f"forward/{case}", "matmul_share", product / ours, "of BF16 product", FORWARD_GOAL)
+    for peer, call in (("chunked eager", partial(by_chunks, chosen)), ("chunked compiled", compiled)):
+        call(hidden, weight, tokens)
+        theirs = milliseconds(partial(call, hidden, weight, tokens))
+        note = f"{theirs:.2f} ms, {peak_gib(partial(call, hidden, weight, tokens)):.2f} GiB, no entropy"
+        add(f"forward against {peer}/{case}", "speedup", theirs / ours, "x", note=note)
+    add(f"forward/{case}", "peak_gib", peak_gib(forward), "GiB", note=f"FP32 logits {4 * len(hidden) * V / 2**30:.2f}")
+    leaf = hidden.detach().requires_grad_()
+    plain = partial(all_logits_backward, leaf, weight.requires_grad_(), tokens)
+    both = partial(ours_backward, leaf, weight.detach(), master.requires_grad_(), tokens)
+    for label, call, leaves in ((" of all logits", plain, [leaf, weight]), ("", both, [leaf, master])):
+        time = milliseconds(call, 400, leaves)
+        for x in leaves:
+            x.grad = None
+        note = f"3 products at {3 * flop / time / 1e9:.0f} TFLOP/s"
+        add(f"forward and backward{label}/{case}", "ms", time, "ms", note=note)
+        add(f"forward and backward{label}/{case}", "peak_gib", peak_gib(call), "GiB", note="gradients included")
+        for x in leaves:
+            x.grad = None
+
+
+def decode(case: str, hidden: Tensor, weight: Tensor, tokens: Tensor, copy: float, add: Callable) -> None:
+    """Logits, their logsumexp and the chosen log-probabilities."""
+    operand = grid_operand(weight)
+    for B in BATCHES:
+        few, drawn = hidden[:B].contiguous(), tokens[:B]
+
+        def report(few: Tensor = few, drawn: Tensor = drawn) -> Tensor:
+            logits = logits_from_hidden(few, operand)
+            return chosen_logprobs(logits, logsumexp_of(logits), drawn)
+
+        bound = (2 * weight.numel() + 4 * B * len(weight)) / copy / 1e6
+        logits, whole = milliseconds(partial(logits_from_hidden, few, operand)), milliseconds(report)
+        peer = milliseconds(lambda few=few: torch.mm(few, weight.T, out_dtype=torch.float32))
+        note = f"{logits:.3f} ms, with log-probabilities {whole:.3f}, bound {bound:.3f}, torch.mm {peer:.3f}"
+        goal = DECODE_GOAL if B <= 64 else None
+        add(f"decode of {B}/{case}", "bandwidth_share", bound / logits, "of copy", goal, note)
+
+
+def write(rows: list[dict]) -> None:
+    """One JSON file with device, versions, commit and command."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton"),
+        "commit": os.environ.get("OCTAVO_COMMIT") or commit or "unknown",
+        "command": "python benchmarks/logprobs.py",
+        "date": datetime.date.today().isoformat(),
+        "rows": rows,
+    }
+    folder = Path(os.environ.get("OUT", "benchmarks/results"))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "logprobs.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if torch.cuda.is_available():
+        main()
+    else:
+        print("benchmarks/logprobs.py measures a GPU, and there is none here: skipped")

@@ -1,0 +1,79 @@
+"""Compiles the kernels of octavo.kernels.lm_head for sm_90, without a GPU, and prints what is in their PTX as JSON."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from octavo.kernels import lm_head
+
+SIZES = {"T": "i32", "V": "i32"}
+SUMS = {"largest_ptr": "*fp32", "weights_ptr": "*i32", "moments_ptr": "*fp32"}
+PRODUCT = SIZES | {"D": "i32", "inverse_temperature": "fp32"}
+TOKENS = {"tokens_ptr": "*i64"}
+MULTIPLYING = {
+    "_sums_kernel": PRODUCT | TOKENS | {"chosen_ptr": "*fp32"} | SUMS,
+    "_logits_kernel": PRODUCT | {"logits_ptr": "*fp32"},
+    "_grad_logits_kernel": PRODUCT
+    | TOKENS
+    | {"logsumexp_ptr": "*fp32", "grad_ptr": "*fp32", "grad_logits_ptr": "*bf16"},
+}
+WANTED = ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "cp.async.bulk.tensor", "fma.rn.f32", ".local")
+
+
+def compiled(name: str, signature: dict[str, str], constants: dict[str, int], num_warps: int, num_stages: int) -> dict:
+    """How often each instruction of interest stands in the kernel's PTX, and its bytes of stack and shared memory."""
+    divisible = [i for i, kind in enumerate(signature.values()) if kind[0] in "*i"]
+    source = ASTSource(
+        fn=getattr(lm_head, name),
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, **lm_head._UNFUSED}
+    kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    counts = {text: kernel.asm["ptx"].count(text) for text in WANTED}
+    return counts | {"stack": stack_bytes(kernel.asm["cubin"]), "shared": kernel.metadata.shared}
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """What ptxas spilled, or a kernel indexed at run time."""
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage).group(1))
+
+
+def multiplying(name: str, num_rows: int) -> dict:
+    """A kernel that multiplies, as it is launched for this many rows."""
+    block_t, num_warps, num_stages = lm_head.configuration(num_rows)
+    operands = {
+        "hidden": f"tensordesc<bf16[{block_t}, {lm_head.BLOCK_K}]>",
+        "weight": f"tensordesc<bf16[{lm_head.BLOCK_V}, {lm_head.BLOCK_K}]>",
+    }
+    return compiled(name, operands | MULTIPLYING[name], {"BLOCK_T": block_t}, num_warps, num_stages)
+
+
+COMBINE = SUMS | {"logsumexp_ptr": "*fp64", "entropy_ptr": "*fp32", "T": "i32", "num_tiles": "i32"}
+
+if __name__ == "__main__":
+    found = {
+        "_sums_kernel, few rows": multiplying("_sums_kernel", 64),
+        "_sums_kernel": multiplying("_sums_kernel", 65),
+        "_logits_kernel, few rows": multiplying("_logits_kernel", 64),
+        "_logits_kernel": multiplying("_logits_kernel", 65),
+        "_grad_logits_kernel, few rows": multiplying("_grad_logits_kernel", 64),
+        "_grad_logits_kernel": multiplying("_grad_logits_kernel", 65),
+        "_row_sums_kernel": compiled("_row_sums_kernel", {"logits_ptr": "*fp32"} | SIZES | SUMS, {"BLOCK_T": 4}, 4, 3),
+        "_combine_kernel": compiled("_combine_kernel", COMBINE, {"ROWS": 8, "TILES": 256}, 8, 3),
+    }
+    json.dump(found, sys.stdout)
