@@ -9,18 +9,14 @@ Decode: the share of the time that a large copy would take for the weight once a
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import json
-import os
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from octavo.bench.measure import copy_speed, milliseconds
+from octavo.bench.results import Row, write_results
 from octavo.kernels.lm_head import logsumexp_of
 from octavo.kernels.logprobs import chosen_logprobs, logits_from_hidden, token_logprobs
 from octavo.kernels.operands import grid_operand
@@ -56,20 +52,6 @@ def all_logits_backward(hidden: Tensor, weight: Tensor, tokens: Tensor) -> None:
     torch.nn.functional.cross_entropy((hidden @ weight.T).float(), tokens, reduction="sum").backward()
 
 
-def milliseconds(call: Callable[[], object], rep: int = 150, leaves: Sequence[Tensor] = ()) -> float:
-    """Median; gradients of the leaves start anew at each call."""
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=30, rep=rep, return_mode="median", grad_to_none=leaves)
-
-
-def copy_speed() -> float:
-    """GB/s of a copy of 1 GiB."""
-    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) / 1e6
-
-
 def peak_gib(call: Callable[[], object]) -> float:
     """GiB that a call adds to what is held before it, results included."""
     torch.cuda.synchronize()
@@ -84,13 +66,12 @@ def main() -> None:
     """Measure, print, write."""
     torch.manual_seed(0)
     copy = copy_speed()
-    rows: list[dict] = []
+    rows: list[Row] = []
 
     def add(case: str, metric: str, value: float, unit: str, goal: float | None = None, note: str = "") -> None:
         better = "lower" if metric in ("ms", "peak_gib") else "higher"
-        rows.append({"case": case, "metric": metric, "value": value, "unit": unit, "goal": goal, "better": better})
-        rows[-1]["note"] = note
-        print(f"{case:54} {metric:16} {value:9.3f} {unit:16} {note}", flush=True)
+        rows.append(Row(case=case, metric=metric, value=value, unit=unit, goal=goal, better=better, note=note))
+        print(rows[-1].line(), flush=True)
 
     add("copy/1 GiB/uint8", "gb_s", copy, "GB/s")
     compiled = torch.compile(chosen, dynamic=False)
@@ -100,7 +81,7 @@ def main() -> None:
         tokens = torch.randint(V, (TOKENS,), device="cuda")
         decode(f"{name}/bf16", hidden, weight, tokens, copy, add)
         training(f"{name}/bf16", hidden, weight, tokens, partial(by_chunks, compiled), add)
-    write(rows)
+    write_results("logprobs", "python benchmarks/logprobs.py", rows)
 
 
 def training(case: str, hidden: Tensor, weight: Tensor, tokens: Tensor, compiled: Callable, add: Callable) -> None:
@@ -151,23 +132,6 @@ def decode(case: str, hidden: Tensor, weight: Tensor, tokens: Tensor, copy: floa
         note = f"{logits:.3f} ms, with log-probabilities {whole:.3f}, bound {bound:.3f}, torch.mm {peer:.3f}"
         goal = DECODE_GOAL if B <= 64 else None
         add(f"decode of {B}/{case}", "bandwidth_share", bound / logits, "of copy", goal, note)
-
-
-def write(rows: list[dict]) -> None:
-    """One JSON file with device, versions, commit and command."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
-        "commit": os.environ.get("OCTAVO_COMMIT") or commit or "unknown",
-        "command": "python benchmarks/logprobs.py",
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    folder = Path(os.environ.get("OUT", "benchmarks/results"))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "logprobs.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ FLOORS = (
     "trainer",
     "report",
     "check",
+    "bench",
     "plugins",
     "cli",
 )  # upwards

@@ -63,10 +63,15 @@ def decode_product(
         STAGES=STAGES[block_m],
         BIAS=bias is not None,
         num_warps=4,
-        maxnreg=128 if block_m < 64 else 255,
+        maxnreg=max_registers(block_m),
         launch_pdl=True,
     )
     return y
+
+
+def max_registers(block_m: int) -> int:
+    """Of a thread; with 128, the next kernel's first programs fit beside the last ones of this."""
+    return 128 if block_m < 64 else 255
 
 
 @lru_cache(maxsize=8)

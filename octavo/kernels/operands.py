@@ -183,7 +183,7 @@ def kernel_operand(matrix: QuantizedMatrix) -> Operand:
     """
     blocked = _is_blocked(matrix.column_edges)
     q = _filled(matrix.q, matrix.column_edges, K_BLOCK if blocked else ROW_MULTIPLE)
-    if blocked and len(matrix.row_edges) - 1 < matrix.q.shape[0]:  # 128 x 128
+    if blocked and _is_blocked(matrix.row_edges) and len(matrix.row_edges) - 1 < len(matrix.q):  # 128 x 128
         rows, edges = None, matrix.row_edges
         if not _is_full(edges, K_BLOCK):
             q, rows = _filled(q.T, edges, K_BLOCK).T.contiguous(), _places(tuple(edges), K_BLOCK, q.device)

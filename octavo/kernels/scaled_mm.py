@@ -1,7 +1,7 @@
 """Back end `scaled_mm`: FP8 products by cuBLASLt, through `torch.nn.functional.scaled_mm`.
 
 Its layouts are particular, and a wrong one can give plausible wrong numbers: scales of 1x128 blocks lie with the outer
-dimension contiguous, those of 128x128 blocks are passed transposed with the K blocks padded to four.
+dimension contiguous, those of 128x128 blocks are passed transposed with the K blocks filled up to a multiple of four.
 
 A row's bits do not depend on the number of rows above 64 (with fewer, cuBLASLt may split K); below, zeros fill up.
 """
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 MIN_ROWS = 64
-"""Products of fewer rows are padded to this."""
+"""Products of fewer rows are filled up to this."""
+MULTIPLE = 16
+"""M and N of a product, filled up with zeros."""
 
 
 def block_product(
@@ -22,26 +24,25 @@ def block_product(
     """X [M, K] . W [N, K]^T, both E4M3 with scales per block of 128 along K; blocks added in FP32 in ascending K.
 
     Args:
-        x, w: e4m3, K contiguous and a multiple of 128; N a multiple of 16.
-        x_scale: [M, K / 128] fp32 with strides (1, M).
-        w_scale: [N / 128, K / 128] fp32, or [N, K / 128] with strides (1, N).
+        x, w: e4m3, K contiguous and a multiple of 128.
+        x_scale: [M, K / 128] fp32 with strides (1, any).
+        w_scale: [ceil(N / 128), K / 128] fp32, or [N, K / 128] with strides (1, any).
         bias: [N] bf16, or None.
         dtype: bf16 or fp32.
 
     Returns:
         [M, N].
     """
-    M, N = x.shape[0], w.shape[0]
-    rows = max(MIN_ROWS, -(-M // 4) * 4)
-    if rows != M:
-        x, x_scale = _more_rows(x, rows), _more_rows(x_scale.T, rows, dim=1).T
-    one_row = functional.ScalingType.BlockWise1x128
-    if w_scale.shape[0] == N:
-        right, w_scaling = w_scale, one_row
+    M, N = len(x), len(w)
+    one_row, square = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+    x, x_scale = _filled(x, _rows(M)), _filled(x_scale.T, _rows(M), dim=1).T
+    if len(w_scale) == N:
+        w, right, scaling = _filled(w, _columns(N)), _filled(w_scale.T, _columns(N), dim=1).T, one_row
     else:
-        right, w_scaling = _k_blocks_by_four(w_scale).T, functional.ScalingType.BlockWise128x128
-    y = functional.scaled_mm(x, w.T, x_scale, one_row, right, w_scaling, bias=bias, output_dtype=dtype)
-    return y[:M]
+        right, scaling = _filled(w_scale, -(-w_scale.shape[1] // 4) * 4, dim=1).T, square
+    inside, after = (bias, None) if dtype == torch.bfloat16 else (None, bias)
+    y = functional.scaled_mm(x, w.T, x_scale, one_row, right, scaling, bias=inside, output_dtype=dtype)[:M, :N]
+    return y if after is None else y + after
 
 
 def row_product(
@@ -50,7 +51,7 @@ def row_product(
     """X [M, K] . W [N, K]^T, both E4M3 with a scale per row; one sum over K with fast accumulation, scaled at the end.
 
     Args:
-        x, w: e4m3, K contiguous; N and K multiples of 16.
+        x, w: e4m3, K contiguous and a multiple of 16.
         x_scale, w_scale: [M, 1] and [N, 1] fp32.
         bias: [N] bf16, or None.
         dtype: bf16 or fp32.
@@ -58,35 +59,39 @@ def row_product(
     Returns:
         [M, N].
     """
-    M = x.shape[0]
-    if M < MIN_ROWS:
-        x, x_scale = _more_rows(x, MIN_ROWS), _more_rows(x_scale, MIN_ROWS)
+    M, N = len(x), len(w)
+    x, x_scale = _filled(x, _rows(M)), _filled(x_scale, _rows(M))
+    w, w_scale = _filled(w, _columns(N)), _filled(w_scale, _columns(N))
+    inside, after = (bias, None) if dtype == torch.bfloat16 else (None, bias)
     by_row = functional.ScalingType.RowWise
     y = functional.scaled_mm(
         x,
         w.T,
-        x_scale.contiguous(),
+        x_scale,
         by_row,
-        w_scale.T.contiguous(),
+        w_scale.T,
         by_row,
-        bias=bias,
+        bias=None if inside is None else _filled(inside, _columns(N)),
         output_dtype=dtype,
         use_fast_accum=True,
-    )
-    return y[:M]
+    )[:M, :N]
+    return y if after is None else y + after
 
 
-def _more_rows(x: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Zeros after the last row (or column), contiguous."""
+def _rows(M: int) -> int:
+    return max(MIN_ROWS, _columns(M))
+
+
+def _columns(N: int) -> int:
+    return -(-N // MULTIPLE) * MULTIPLE
+
+
+def _filled(x: Tensor, size: int, dim: int = 0) -> Tensor:
+    """Zeros after the last row (or column); contiguous and aligned to 16 bytes, without which cuBLASLt refuses."""
+    if x.shape[dim] == size and x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
     shape = list(x.shape)
     shape[dim] = size
     out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     out.narrow(dim, 0, x.shape[dim]).copy_(x)
     return out
-
-
-def _k_blocks_by_four(scale: Tensor) -> Tensor:
-    """[N blocks, K blocks] with rows a multiple of four numbers apart."""
-    if scale.shape[1] % 4 == 0 and scale.is_contiguous():
-        return scale
-    return _more_rows(scale, -(-scale.shape[1] // 4) * 4, dim=1)[:, : scale.shape[1]]

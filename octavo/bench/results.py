@@ -1,0 +1,97 @@
+"""Result files of measurements: what was measured, where, at which commit and by which command."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure."""
+
+    case: str
+    """`<protocol>/<model shape>/<recipe>`."""
+    metric: str
+    """tok_s, tflop_s, bandwidth_share, speedup_vs_bf16, us, ..."""
+    value: float
+    """In `unit`."""
+    unit: str
+    """Of the value."""
+    goal: float | None = None
+    """None where there is none."""
+    better: Literal["higher", "lower"] = "higher"
+    """Which way is good."""
+    note: str = ""
+    """Second run, peers, what else matters."""
+
+    @property
+    def met(self) -> bool:
+        """Whether the goal is reached; True without one."""
+        if self.goal is None:
+            return True
+        return self.value >= self.goal if self.better == "higher" else self.value <= self.goal
+
+    def line(self) -> str:
+        """For a terminal."""
+        goal = "" if self.goal is None else f"goal {self.goal:g}: {'met' if self.met else 'missed'}"
+        return f"{self.case:46} {self.metric:16} {self.value:10.3f} {self.unit:14} {goal:18} {self.note}".rstrip()
+
+
+def write_results(name: str, command: str, rows: list[Row]) -> Path:
+    """Leave benchmarks/results/NAME.json, or NAME.json under $OUT if that is set."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    result = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "commit": os.environ.get("OCTAVO_COMMIT") or git.stdout.strip() or "unknown",
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "rows": [asdict(row) for row in rows],
+    }
+    path = Path(os.environ.get("OUT", "benchmarks/results")) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def read_results(path: Path) -> dict[str, Row]:
+    """The rows of a result file by case and metric.
+
+    Raises:
+        ValueError: not a result file.
+    """
+    try:
+        rows = [Row(**row) for row in json.loads(path.read_text())["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result file of a benchmark: {type(error).__name__}: {error}") from error
+    return {f"{row.case} {row.metric}": row for row in rows}
+
+
+def compare(left: Path, right: Path) -> list[tuple[str, str, str, str]]:
+    """Rows of two result files side by side: case and metric, the two values, the second over the first.
+
+    Raises:
+        ValueError: one is no result file.
+    """
+    first, second = read_results(left), read_results(right)
+    table = []
+    for key in [*first, *(key for key in second if key not in first)]:
+        values = [f"{rows[key].value:.4g} {rows[key].unit}" if key in rows else "-" for rows in (first, second)]
+        ratio = ""
+        if key in first and key in second and first[key].value:
+            change = second[key].value / first[key].value
+            worse = change < 0.97 if first[key].better == "higher" else change > 1.03
+            ratio = f"{change:.3f}{' worse' if worse else ''}"
+        table.append((key, values[0], values[1], ratio))
+    return table

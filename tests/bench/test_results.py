@@ -1,0 +1,51 @@
+"""Result files: written whole, read back, compared."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.bench.results import Row, compare, read_results, write_results
+from octavo.cli import app
+
+
+def row(case, value, **more):
+    return Row(case=case, metric="tflop_s", value=value, unit="TFLOP/s", **more)
+
+
+def test_a_goal_is_met_or_missed_in_the_right_direction():
+    assert row("a", 3.0).met and row("a", 3.0, goal=3.0).met and not row("a", 2.9, goal=3.0).met
+    assert row("a", 2.9, goal=3.0, better="lower").met and not row("a", 3.1, goal=3.0, better="lower").met
+    assert "missed" in row("a", 2.9, goal=3.0).line() and "goal" not in row("a", 2.9).line()
+
+
+def test_what_is_written_is_read_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    rows = [row("x/y/z", 1.5, goal=2.0, note="again 1.4"), row("b", 2.0, better="lower")]
+    path = write_results("some", "python some.py", rows)
+    assert path == tmp_path / "some.json" and list(read_results(path).values()) == rows
+    content = json.loads(path.read_text())
+    assert content["command"] == "python some.py" and set(content) == {
+        *("device", "torch", "triton", "commit", "command", "date", "rows")
+    }
+
+
+def test_two_files_side_by_side(tmp_path, monkeypatch):
+    for name, rows in (("a", [row("x", 100.0), row("gone", 1.0)]), ("b", [row("x", 90.0), row("new", 2.0)])):
+        monkeypatch.setenv("OUT", str(tmp_path / name))
+        write_results("r", "c", rows)
+    paths = tmp_path / "a/r.json", tmp_path / "b/r.json"
+    assert compare(*paths) == [
+        ("x tflop_s", "100 TFLOP/s", "90 TFLOP/s", "0.900 worse"),
+        ("gone tflop_s", "1 TFLOP/s", "-", ""),
+        ("new tflop_s", "-", "2 TFLOP/s", ""),
+    ]
+    shown = CliRunner().invoke(app, ["bench", "compare", *map(str, paths)])
+    assert shown.exit_code == 0 and "0.900 worse" in shown.output
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": [{"case": "a"}]}', '{"rows": 3}'])
+def test_what_is_no_result_file_is_refused(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match="a.json is no result file of a benchmark"):
+        read_results(tmp_path / "a.json")
