@@ -11,9 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from octavo.kernels.cast import cast_1x128, cast_128x128
-from octavo.kernels.scaled_mm import block_product
+from octavo.kernels.cast import cast_1x128, cast_128x128, cast_rows
+from octavo.kernels.scaled_mm import block_product, row_product
 from octavo.kernels.triton_gemm import triton_product
+from octavo.kernels.triton_shim import HAS_GLUON
 
 ROWS = (1, 64, 129, 1000)
 """Numbers of rows that the products by blocks are compared at."""
@@ -26,9 +27,23 @@ def blocks_agree(N: int, K: int, device: torch.device) -> bool:
     for M in ROWS:
         x, x_scale = cast_1x128(_random(M, K, device))
         found = block_product(x, w, x_scale, w_scale, None, torch.bfloat16)
-        if not torch.equal(found, triton_product(x, w, x_scale, w_scale, None, torch.bfloat16)):
+        if not torch.equal(found, triton_product("block", x, w, x_scale, w_scale, None, torch.bfloat16)):
             return False
     return True
+
+
+@lru_cache(maxsize=256)
+def rows_agree(N: int, K: int, device: torch.device) -> bool:
+    """cuBLASLt against `triton`, both operands FP8 with a scale per row; never where this triton has no Gluon."""
+    if not HAS_GLUON:
+        return False
+    w, w_scale = cast_rows(_random(N, K, device))
+    x, x_scale = cast_rows(_random(1000, K, device))
+    whole = row_product(x, w, x_scale, w_scale, None, torch.bfloat16)
+    return all(
+        torch.equal(whole[:M], triton_product("row", x[:M], w, x_scale[:M], w_scale, None, torch.bfloat16))
+        for M in (1, 64, 128)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -39,7 +54,8 @@ def bf16_agrees(N: int, K: int, device: torch.device) -> bool:
     if not torch.equal(rounded, whole.bfloat16()):
         return False
     return all(
-        torch.equal(whole[:M], triton_product(x[:M], w, None, None, None, torch.float32)) for M in (1, 64, 1000, 4096)
+        torch.equal(whole[:M], triton_product("bf16", x[:M], w, None, None, None, torch.float32))
+        for M in (1, 64, 1000, 4096)
     )
 
 

@@ -1,14 +1,14 @@
 """Matrix products of quantised and BF16 operands: one entry, named back ends.
 
     reference    float64, every block of K summed exactly (`numerics.exact`); any device, and what a CPU uses
-    triton       kernels of ours with one order of the sum over K             BF16, w8a16, FP8 by blocks
+    triton       kernels of ours with one order of the sum over K             all; FP8 by rows up to 128 rows
     scaled_mm    cuBLASLt                                                     FP8 by FP8
     cublas       cuBLAS                                                       BF16
     deep_gemm    DeepGEMM, where it is installed, by name only                FP8 by blocks
 
 In the forward a row of the result does not depend on how many rows are computed with it. So few rows go to `triton`,
 and many to `scaled_mm` or `cublas` only where `kernels.agreement` has found them equal to `triton`, bit for bit, on
-this device and for this shape. `scaled_mm` alone serves products with a scale per row.
+this device and for this shape.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import agreement
+from octavo.kernels.decode_gemm import Kind
 from octavo.kernels.deep_gemm import deep_gemm_product
 from octavo.kernels.operands import Operand, is_blocked
 from octavo.kernels.scaled_mm import block_product, row_product
@@ -28,7 +29,9 @@ from octavo.numerics.exact import block_matmul
 
 Backend = Literal["reference", "triton", "scaled_mm", "cublas", "deep_gemm"]
 FEW_ROWS = 128
-"""Up to here reading the weight is the work, and `triton` does that best."""
+"""Up to here reading the weight is the work, and `triton` does that best ..."""
+WIDE = 16384
+"""... but for more than half as many rows of a weight this wide."""
 CUBLAS_ROWS = 4096
 """cuBLAS gets this many rows at a time, never another number: what it does with them has been compared."""
 
@@ -84,13 +87,18 @@ def _backend(left: Operand, right: Operand) -> Backend:
     """What the contract of the forward allows and is fastest."""
     if left.values.dtype == torch.float64:
         return "reference"
-    M, (N, K) = len(left.values), right.values.shape
+    M, (N, K), device = len(left.values), right.values.shape, left.values.device
     if left.scale is None:
-        many = M >= CUBLAS_ROWS and agreement.bf16_agrees(N, K, left.values.device)
+        many = M >= CUBLAS_ROWS and agreement.bf16_agrees(N, K, device)
         return "cublas" if many else "triton"
-    if not is_blocked(left) or right.rows_per_scale == 1:
+    if not is_blocked(left):
+        return (
+            "triton" if M <= FEW_ROWS and len(left.k_edges) == 2 and agreement.rows_agree(N, K, device) else "scaled_mm"
+        )
+    if right.rows_per_scale == 1:  # no weight: a gradient
         return "scaled_mm"
-    return "scaled_mm" if M > FEW_ROWS and agreement.blocks_agree(N, K, left.values.device) else "triton"
+    many = M > (FEW_ROWS // 2 if N >= WIDE else FEW_ROWS)
+    return "scaled_mm" if many and agreement.blocks_agree(N, K, device) else "triton"
 
 
 def _by_blocks(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dtype, backend: Backend) -> Tensor:
@@ -98,7 +106,7 @@ def _by_blocks(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.
     x, w, x_scale, w_scale = left.values, right.values, left.scale, right.scale
     assert x_scale is not None and w_scale is not None
     if backend == "triton" and right.rows_per_scale > 1:
-        return triton_product(x, w, x_scale, w_scale, bias, dtype)
+        return triton_product("block", x, w, x_scale, w_scale, bias, dtype)
     if backend == "scaled_mm":
         return block_product(x, w, x_scale, w_scale, bias, dtype)
     if backend == "deep_gemm" and bias is None:
@@ -108,10 +116,12 @@ def _by_blocks(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.
 
 def _by_rows(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dtype, backend: Backend) -> Tensor:
     """Both FP8, a scale per row; per row and piece of K where projections are reduced together."""
-    if backend != "scaled_mm":
-        raise _refused(backend, "FP8 by rows", "scaled_mm")
     assert left.scale is not None and right.scale is not None
     pieces = len(left.k_edges) - 1
+    if backend == "triton" and pieces == 1 and len(left.values) <= FEW_ROWS:
+        return triton_product("row", left.values, right.values, left.scale, right.scale, bias, dtype)
+    if backend != "scaled_mm":
+        raise _refused(backend, "FP8 by rows", "scaled_mm, triton (up to 128 rows)")
     if pieces == 1:
         return row_product(left.values, right.values, left.scale, right.scale, bias, dtype)
     assert bias is None, "a bias of several projections reduced together"
@@ -127,8 +137,9 @@ def _by_rows(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dt
 
 def _from_bf16(x: Tensor, right: Operand, bias: Tensor | None, dtype: torch.dtype, backend: Backend) -> Tensor:
     """X in BF16; W in BF16, or FP8 by blocks of 128 x 128 and multiplied as bf16(q * scale)."""
+    kind: Kind = "bf16" if right.scale is None else "w8a16"
     if backend == "triton":
-        return triton_product(x, right.values, None, right.scale, bias, dtype)
+        return triton_product(kind, x, right.values, None, right.scale, bias, dtype)
     if backend != "cublas":
         raise _refused(backend, "BF16 activations", "triton, cublas")
     w = (right.values if right.scale is None else decoded(right))[:, : x.shape[1]]
@@ -142,7 +153,7 @@ def _from_bf16(x: Tensor, right: Operand, bias: Tensor | None, dtype: torch.dtyp
         else:
             torch.mm(x[rows], w.T, out=y[rows])
     if whole < len(x):
-        y[whole:] = triton_product(x[whole:], right.values, None, right.scale, bias, dtype)
+        y[whole:] = triton_product(kind, x[whole:], right.values, None, right.scale, bias, dtype)
     return y
 
 

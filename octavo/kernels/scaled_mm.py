@@ -88,7 +88,8 @@ def _columns(N: int) -> int:
 
 def _filled(x: Tensor, size: int, dim: int = 0) -> Tensor:
     """Zeros after the last row (or column); contiguous and aligned to 16 bytes, without which cuBLASLt refuses."""
-    if x.shape[dim] == size and x.is_contiguous() and x.data_ptr() % 16 == 0:
+    packed = x.is_contiguous() and x.stride(0) == x.stride(-1) * x[:1].numel()  # strides of a lone row may be any
+    if x.shape[dim] == size and packed and x.data_ptr() % 16 == 0:
         return x
     shape = list(x.shape)
     shape[dim] = size

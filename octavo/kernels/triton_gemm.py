@@ -1,25 +1,23 @@
 """Back end `triton`: products whose sum over K has one order, whatever the number of rows.
 
-    block    X 1x128 . W 128x128, both E4M3     each K block's raw products in FP32, times both scales, added in turn
-    bf16     X . W^T, both BF16                 one FP32 sum
-    w8a16    X BF16, W 128x128                  as bf16, with bf16(q * scale) for W
+    block    X 1x128 and W 128x128, both E4M3    each K block's raw products in FP32, times both scales, added in turn
+    bf16     both BF16                           one FP32 sum
+    w8a16    X BF16, W 128x128                   as bf16, with bf16(q * scale) for W
 
-With few rows the weight stands on the left of the tensor core's product, so that a tile is as narrow as the batch
-(SWAP); a row's bits are the same either way, and those of cuBLASLt (`kernels.agreement`).
+Few rows go to `kernels.decode_gemm`, or to the kernel here where this triton has no Gluon; then the weight stands on
+the left of the tensor core's product, so that a tile is as narrow as the batch (SWAP). A row's bits are the same
+either way, and those of cuBLASLt (`kernels.agreement`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.decode_gemm import MAX_ROWS, decode_product
+from octavo.kernels.decode_gemm import MAX_ROWS, Kind, decode_product
 from octavo.kernels.triton_shim import HAS_GLUON, require_triton, tl, triton, triton_module
-
-Kind = Literal["block", "bf16", "w8a16"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Tiles:
 
 def tiles_for(kind: Kind, M: int) -> Tiles:
     """The tiles for M rows."""
-    if M <= 128:
+    if M <= MAX_ROWS:
         block_m = max(16, triton.next_power_of_2(M))
         return Tiles(block_m, 64, 64 if kind == "bf16" else 128, 4 if kind == "block" else 3, 4, swap=True)
     if kind == "block":
@@ -45,11 +43,18 @@ def tiles_for(kind: Kind, M: int) -> Tiles:
 
 
 def triton_product(
-    x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    kind: Kind,
+    x: Tensor,
+    w: Tensor,
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """X [M, K] . W [N, K]^T + bias -> [M, N], rounded once to bf16 or fp32.
 
     Args:
+        kind: of the operands; `row`, both E4M3 with a scale per row, for at most 128 rows and with Gluon.
         x, w: bf16 or e4m3, K contiguous, a row's bytes a multiple of 16.
         x_scale: [M, ceil(K / 128)] fp32 with strides (1, any), where x is e4m3.
         w_scale: [ceil(N / 128), ceil(K / 128)] fp32, where w is e4m3.
@@ -61,10 +66,12 @@ def triton_product(
     N = w.shape[0]
     if M * N == 0:
         return torch.empty(M, N, dtype=dtype, device=x.device)
-    if x_scale is not None and w_scale is not None and M <= MAX_ROWS and HAS_GLUON:
-        return decode_product(x, w, _by_four(x_scale), w_scale, bias, dtype)
+    if M <= MAX_ROWS and HAS_GLUON:
+        if kind == "block" and x_scale is not None:
+            x_scale = _by_four(x_scale)
+        return decode_product(kind, x, w, x_scale, w_scale, bias, dtype)
+    assert kind != "row", f"{M} rows with a scale each, Gluon: {HAS_GLUON}"
     y = torch.empty(M, N, dtype=dtype, device=x.device)
-    kind: Kind = "bf16" if w_scale is None else "w8a16" if x_scale is None else "block"
     tiles = tiles_for(kind, M)
     descriptor = triton_module("tools.tensor_descriptor").TensorDescriptor.from_tensor
     _product_kernel[(triton.cdiv(M, tiles.block_m) * triton.cdiv(N, tiles.block_n),)](

@@ -49,29 +49,41 @@ def product(kind, M):
     return compiled(ASTSource, triton_gemm._product_kernel, signature, constants, num_warps=tiles.num_warps)
 
 
-def decode(block_m):
+def decode(kind, block_m):
     """`decode_gemm` with tiles of so many rows."""
 
-    def descriptor(kind, rows, columns, swizzle, bits):
+    def descriptor(dtype, box, swizzle, bits):
         layout = f"swizzle_byte_width={swizzle}, element_bitwidth={bits}, rank=2, transposed=False, fp4_padded=False"
-        return f"tensordesc<{kind}[{rows}, {columns}],NVMMASharedLayout({layout}, cga_layout=[])>"
+        return f"tensordesc<{dtype}[{box[0]}, {box[1]}],NVMMASharedLayout({layout}, cga_layout=[])>"
 
+    w_box, x_box = decode_gemm.boxes(kind, block_m)
+    bytes_kind, high_kind = ("fp8e4nv", 8), ("bf16", 16)
+    x_kind, w_kind = {
+        "block": (bytes_kind, bytes_kind),
+        "row": (bytes_kind, bytes_kind),
+        "bf16": (high_kind, high_kind),
+        "w8a16": (high_kind, bytes_kind),
+    }[kind]
+    scales = descriptor("fp32", decode_gemm.scale_box(block_m), 0, 32)
     signature = {
-        "x_desc": descriptor("fp8e4nv", block_m, 128, 128, 8),
-        "w_desc": descriptor("fp8e4nv", 64, 128, 128, 8),
-        "scale_desc": descriptor("fp32", 1, max(block_m, 32), 0, 32),
+        "x_desc": descriptor(x_kind[0], x_box, 128, x_kind[1]),
+        "w_desc": descriptor(w_kind[0], w_box, 128, w_kind[1]),
+        "scale_desc": scales if kind == "block" else "*bf16",
         "y_ptr": "*bf16",
+        "x_scale_ptr": "*fp32",
         "w_scale_ptr": "*fp32",
         "bias_ptr": "*bf16",
         **SIZES,
         "stride_w_scale": "i32",
     }
-    constants = {"BLOCK_M": block_m, "STAGES": decode_gemm.STAGES[block_m], "BIAS": True}
-    options = {"num_warps": 4, "maxnreg": decode_gemm.max_registers(block_m)}
+    stages = decode_gemm.num_stages(kind, block_m)
+    constants = {"KIND": kind, "BLOCK_M": block_m, "STAGES": stages, "BIAS": True}
+    options = {"num_warps": 4, "maxnreg": decode_gemm.max_registers(kind, block_m), "enable_fp_fusion": False}
     return compiled(GluonASTSource, decode_gemm._decode_kernel, signature, constants, **options)
 
 
 if __name__ == "__main__":
     found = {f"{kind} {M}": product(kind, M) for kind in ("block", "bf16", "w8a16") for M in (1, 33, 128, 1000)}
-    found |= {f"decode {rows}": decode(rows) for rows in decode_gemm.STAGES}
+    kinds = ("block", "row", "bf16", "w8a16")
+    found |= {f"decode {kind} {rows}": decode(kind, rows) for kind in kinds for rows in (16, 32, 64)}
     json.dump(found, sys.stdout)
