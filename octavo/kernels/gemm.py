@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.kernels import agreement
 from octavo.kernels.decode_gemm import Kind
 from octavo.kernels.deep_gemm import deep_gemm_product
-from octavo.kernels.operands import Operand, is_blocked
+from octavo.kernels.operands import Operand
 from octavo.kernels.scaled_mm import block_product, row_product
 from octavo.kernels.triton_gemm import triton_product
 from octavo.numerics.exact import block_matmul
@@ -76,7 +76,7 @@ def product(
         bias = bias.new_zeros(len(right.values)).index_copy_(0, right.rows, bias)
     if left.scale is None:
         y = _from_bf16(left.values, right, bias, dtype, backend)
-    elif is_blocked(left):
+    elif left.by_blocks:
         y = _by_blocks(left, right, bias, dtype, backend)
     else:
         y = _by_rows(left, right, bias, dtype, backend)
@@ -91,7 +91,7 @@ def _backend(left: Operand, right: Operand) -> Backend:
     if left.scale is None:
         many = M >= CUBLAS_ROWS and agreement.bf16_agrees(N, K, device)
         return "cublas" if many else "triton"
-    if not is_blocked(left):
+    if not left.by_blocks:
         return (
             "triton" if M <= FEW_ROWS and len(left.k_edges) == 2 and agreement.rows_agree(N, K, device) else "scaled_mm"
         )

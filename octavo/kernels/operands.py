@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_both, cast_rows
 from octavo.numerics.exact import K_BLOCK, block_edges, product_bits, to_grid
 from octavo.numerics.fp8 import (
+    BLOCK_1X128,
     BLOCK_128X1,
     BLOCK_128X128,
     PER_COLUMN,
@@ -44,6 +45,8 @@ class Operand:
     FP8."""
     k_edges: Sequence[int]
     """[B + 1] boundaries of the K blocks, without what fills them up."""
+    by_blocks: bool = False
+    """Of a kernel's FP8 operand: whether its scales are per block of 128 along K, or one per row (and projection)."""
     rows_per_scale: int = 1
     """128 for the weight of a kernel that takes blocks of 128 x 128."""
     rows: Tensor | None = None
@@ -58,7 +61,7 @@ class Operand:
             return values[:, :K]
         if values.dtype == torch.float64:
             return values.float() * _spread(self.scale, self.k_edges, dim=1)
-        multiple = K_BLOCK if is_blocked(self) else ROW_MULTIPLE
+        multiple = K_BLOCK if self.by_blocks else ROW_MULTIPLE
         if not _is_full(self.k_edges, multiple):
             values = values[:, _places(tuple(self.k_edges), multiple, values.device)]
         scale = self.scale
@@ -80,11 +83,13 @@ class QuantizedMatrix:
     """Boundaries of the row blocks, from 0 to M."""
     column_edges: Sequence[int]
     """Boundaries of the column blocks, from 0 to K."""
+    quant_block: QuantBlock
+    """Rows and columns that share a scale."""
 
     @property
     def T(self) -> QuantizedMatrix:
         """The transpose: the same bytes and scales."""
-        return QuantizedMatrix(self.q.T, self.scale.T, self.column_edges, self.row_edges)
+        return QuantizedMatrix(self.q.T, self.scale.T, self.column_edges, self.row_edges, self.quant_block[::-1])
 
     def operand(self) -> Operand:
         """Ready for a product reduced over the columns: for kernels on a CUDA device, for the reference elsewhere."""
@@ -119,7 +124,7 @@ def quantize_matrix(
     """
     if scale is not None:
         q = quantize_with_scale(x, scale, quant_block)
-        return QuantizedMatrix(q, scale, [0, x.shape[0]], [0, x.shape[1]])
+        return QuantizedMatrix(q, scale, [0, x.shape[0]], [0, x.shape[1]], quant_block)
     dim, splits = (1, column_splits) if column_splits is not None else (0, row_splits or [x.shape[0]])
     block = quant_block[dim]
     if block is not None and all(size % block == 0 for size in splits):  # no block straddles two of them
@@ -130,6 +135,7 @@ def quantize_matrix(
         scale=torch.cat([scale for _, scale in pieces], dim=dim) if len(pieces) > 1 else pieces[0][1],
         row_edges=split_edges(row_splits or [x.shape[0]], quant_block[0]),
         column_edges=split_edges(column_splits or [x.shape[1]], quant_block[1]),
+        quant_block=quant_block,
     )
 
 
@@ -137,8 +143,8 @@ def quantize_both(x: Tensor, rounding: ScaleRounding = "none") -> tuple[Quantize
     """X [T, K] on a CUDA device by 1x128, and by 128x1 transposed, from one read."""
     (q, scale), (q_t, scale_t) = cast_both(x, rounding)
     T, K = x.shape
-    along = QuantizedMatrix(q, scale, range(T + 1), block_edges(K))
-    return along, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1))
+    along = QuantizedMatrix(q, scale, range(T + 1), block_edges(K), BLOCK_1X128)
+    return along, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1), BLOCK_128X1)
 
 
 def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
@@ -181,23 +187,14 @@ def kernel_operand(matrix: QuantizedMatrix) -> Operand:
     Scales per block of 128 along K stay that ([rows, B] with strides (1, any), or [row blocks, B]); others become one
     per row and piece of K.
     """
-    blocked = _is_blocked(matrix.column_edges)
-    q = _filled(matrix.q, matrix.column_edges, K_BLOCK if blocked else ROW_MULTIPLE)
-    if blocked and _is_blocked(matrix.row_edges) and len(matrix.row_edges) - 1 < len(matrix.q):  # 128 x 128
+    by_blocks = matrix.quant_block[1] == K_BLOCK
+    q = _filled(matrix.q, matrix.column_edges, K_BLOCK if by_blocks else ROW_MULTIPLE)
+    if matrix.quant_block == BLOCK_128X128:
         rows, edges = None, matrix.row_edges
         if not _is_full(edges, K_BLOCK):
             q, rows = _filled(q.T, edges, K_BLOCK).T.contiguous(), _places(tuple(edges), K_BLOCK, q.device)
-        return Operand(q, matrix.scale.contiguous(), matrix.column_edges, K_BLOCK, rows)
-    return Operand(q, _spread(matrix.scale, matrix.row_edges, dim=0), matrix.column_edges)
-
-
-def is_blocked(operand: Operand) -> bool:
-    """Whether its scales are per block of 128 along K, or one per row (and projection)."""
-    return _is_blocked(operand.k_edges)
-
-
-def _is_blocked(edges: Sequence[int]) -> bool:
-    return max(stop - start for start, stop in pairwise(edges)) <= K_BLOCK
+        return Operand(q, matrix.scale.contiguous(), matrix.column_edges, True, K_BLOCK, rows)
+    return Operand(q, _spread(matrix.scale, matrix.row_edges, dim=0), matrix.column_edges, by_blocks)
 
 
 def _is_full(edges: Sequence[int], multiple: int) -> bool:

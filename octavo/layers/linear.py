@@ -311,6 +311,7 @@ class FP8Linear(nn.Module):
             getattr(self, f"{name}_scale"),
             split_edges(self.splits, quant_block[0]),
             split_edges([self.in_features], quant_block[1]),
+            quant_block,
         )
 
     def _weight_block(self, name: str) -> QuantBlock:

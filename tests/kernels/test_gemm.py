@@ -326,7 +326,7 @@ def test_operands_that_do_not_fit_are_refused():
 def test_operand_of_a_hand_made_matrix():
     # Two row blocks, two column blocks: 2x2 scales over a 3x3 matrix of ones.
     ones = torch.ones(3, 3).to(torch.float8_e4m3fn)
-    matrix = QuantizedMatrix(ones, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [0, 2, 3], [0, 1, 3])
+    matrix = QuantizedMatrix(ones, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [0, 2, 3], [0, 1, 3], (2, 2))
     assert matrix.dequantize().tolist() == [[1.0, 2.0, 2.0], [1.0, 2.0, 2.0], [3.0, 4.0, 4.0]]
     assert matrix.operand().scale.tolist() == [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]
     assert matrix.T.operand().scale.tolist() == [[1.0, 3.0], [2.0, 4.0], [2.0, 4.0]]
