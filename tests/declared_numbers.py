@@ -41,7 +41,7 @@ def linear(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     """FProp of a projection."""
     X, W, Y = (node.edge(f"fprop {tensor}") for tensor in ("X", "W", "Y"))
     assert X.kernel == W.kernel
-    if X.kernel == "exact E4M3 sums":
+    if X.kernel == "E4M3 sums":
         edges = block_edges(x.shape[1], X.quant_block[1])
         (q, q_scale), (w, w_scale) = quantized(X, x), quantized(W, weight)
         blocks = len(edges) - 1
@@ -51,7 +51,7 @@ def linear(node: Node, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
         )
         y = block_matmul(q.double(), w.double(), *scales, edges)
     else:
-        assert X.kernel == "exact grid sums" and X.quant_block is None
+        assert X.kernel == "ordered sums" and X.quant_block is None
         y = gemm(grid_operand(decoded(X, x)), grid_operand(decoded(W, weight).to(DTYPE[X.format])))
     if bias is not None:
         y = y + bias.to(DTYPE[node.edge("fprop bias").format])

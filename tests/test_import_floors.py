@@ -17,8 +17,8 @@ FLOORS = (
     "rl",
     "trainer",
     "report",
-    "check",
     "bench",
+    "check",
     "plugins",
     "cli",
 )  # upwards

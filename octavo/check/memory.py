@@ -10,7 +10,8 @@ from octavo.numerics.recipe import Recipe
 from octavo.trainer.config import TrainConfig
 
 OPERAND_BYTES = 8
-"""The reference multiplies weights in float64 and keeps them ready from one optimiser step to the next."""
+"""The reference multiplies weights in float64 and keeps them ready from one optimiser step to the next. Kernels on a
+GPU read the stored bytes, and for the backward a transposed copy."""
 FORMAT_BYTES = {"fp8": 1, "bf16": 2, "fp32": 4}
 
 
@@ -41,7 +42,8 @@ def estimate_memory(config: TrainConfig, shape: DecoderConfig, two_forwards: boo
     """
     train, rollout = config.precision.train_recipe(), config.precision.rollout_recipe()
     num_parameters = sum(rows * columns for _, rows, columns in linears(shape)) + _vocabulary(shape) + _vectors(shape)
-    forward = forward_bytes(shape, train)
+    on_gpu = config.device.startswith("cuda")
+    forward = forward_bytes(shape, train, on_gpu)
     parts = {
         "FP32 masters": 4 * num_parameters,
         "gradients": 4 * num_parameters,
@@ -51,7 +53,7 @@ def estimate_memory(config: TrainConfig, shape: DecoderConfig, two_forwards: boo
         "KV cache": kv_cache_bytes(config, shape, rollout),
     }
     if two_forwards:
-        twin = forward_bytes(shape, rollout)
+        twin = forward_bytes(shape, rollout, on_gpu)
         parts["the rollout's own bytes"] = twin.stored + twin.operands
     if config.algorithm.kl.coefficient > 0.0:
         parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands
@@ -71,7 +73,7 @@ class ForwardBytes:
     """Weights prepared for the backward's."""
 
 
-def forward_bytes(shape: DecoderConfig, recipe: Recipe) -> ForwardBytes:
+def forward_bytes(shape: DecoderConfig, recipe: Recipe, on_gpu: bool) -> ForwardBytes:
     """Of one decoder under a recipe."""
     high = FORMAT_BYTES[recipe.high_precision]
     linear = quantized = 0
@@ -79,8 +81,11 @@ def forward_bytes(shape: DecoderConfig, recipe: Recipe) -> ForwardBytes:
         linear += rows * columns
         quantized += rows * columns if recipe.quantizes and not recipe.keeps_bf16(path) else 0
     copies = 1 if recipe.dgrad is None or recipe.dgrad.right == recipe.fprop.right else 2
+    stored = quantized * copies + (linear - quantized + _vocabulary(shape)) * high
+    if on_gpu and recipe.high_precision == "bf16":
+        return ForwardBytes(stored=stored, operands=0, backward=0 if recipe.forward_only else quantized)
     return ForwardBytes(
-        stored=quantized * copies + (linear - quantized + _vocabulary(shape)) * high,
+        stored=stored,
         operands=OPERAND_BYTES * (linear + shape.vocab_size * shape.hidden_size),  # the head is one, not the embedding
         backward=FORMAT_BYTES["fp32"] * quantized,
     )

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
+from octavo.check.back_ends import back_end_rows
 from octavo.check.machine import memory_bytes
 from octavo.check.memory import MemoryEstimate, estimate_memory
 from octavo.check.rows import Row, Status, size_text
@@ -69,6 +70,8 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         yield disk_row(config, estimate)
         if device_works:
             yield memory_row(config, estimate)
+    if shape is not None and device_works and torch.device(config.device).type == "cuda":
+        yield from back_end_rows(shape, config.precision.rollout_recipe(), torch.device(config.device))
 
 
 def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:

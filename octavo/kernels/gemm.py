@@ -24,7 +24,7 @@ from octavo.kernels.decode_gemm import Kind
 from octavo.kernels.deep_gemm import deep_gemm_product
 from octavo.kernels.operands import Operand
 from octavo.kernels.scaled_mm import block_product, row_product
-from octavo.kernels.triton_gemm import triton_product
+from octavo.kernels.triton_gemm import decode_weight, triton_product
 from octavo.numerics.exact import block_matmul
 
 Backend = Literal["reference", "triton", "scaled_mm", "cublas", "deep_gemm"]
@@ -142,7 +142,7 @@ def _from_bf16(x: Tensor, right: Operand, bias: Tensor | None, dtype: torch.dtyp
         return triton_product(kind, x, right.values, None, right.scale, bias, dtype)
     if backend != "cublas":
         raise _refused(backend, "BF16 activations", "triton, cublas")
-    w = (right.values if right.scale is None else decoded(right))[:, : x.shape[1]]
+    w = (right.values if right.scale is None else decode_weight(right.values, right.scale))[:, : x.shape[1]]
     whole = len(x) // CUBLAS_ROWS * CUBLAS_ROWS
     y = torch.empty(len(x), len(w), dtype=dtype, device=x.device)
     for start in range(0, whole, CUBLAS_ROWS):
@@ -155,14 +155,6 @@ def _from_bf16(x: Tensor, right: Operand, bias: Tensor | None, dtype: torch.dtyp
     if whole < len(x):
         y[whole:] = triton_product(kind, x[whole:], right.values, None, right.scale, bias, dtype)
     return y
-
-
-def decoded(operand: Operand) -> Tensor:
-    """bf16(q * scale) [rows, K] of a weight of 128 x 128 blocks."""
-    assert operand.scale is not None and operand.rows_per_scale > 1
-    N, K = operand.values.shape
-    scale = operand.scale.repeat_interleave(128, dim=0)[:N].repeat_interleave(128, dim=1)[:, :K]
-    return (operand.values.float() * scale).bfloat16()
 
 
 def _refused(backend: str, what: str, those: str) -> ValueError:

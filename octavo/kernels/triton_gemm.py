@@ -168,3 +168,23 @@ def _tile(program, num_m, num_n, GROUP: tl.constexpr):
     band = program // (GROUP * num_n)
     size = tl.minimum(num_m - band * GROUP, GROUP)
     return band * GROUP + program % (GROUP * num_n) % size, program % (GROUP * num_n) // size
+
+
+def decode_weight(q: Tensor, scale: Tensor) -> Tensor:
+    """q [N, K] e4m3 of a weight by blocks, scale [ceil(N / 128), ceil(K / 128)] fp32 -> bf16(q * scale) [N, K]."""
+    require_triton("an FP8 weight in BF16")
+    N, K = q.shape
+    w = torch.empty(N, K, dtype=torch.bfloat16, device=q.device)
+    _decode_weight_kernel[(triton.cdiv(K, 128), triton.cdiv(N, 32))](q, scale, w, N, K, scale.stride(0), num_warps=4)
+    return w
+
+
+@triton.jit
+def _decode_weight_kernel(q_ptr, scale_ptr, w_ptr, N, K, stride_scale):
+    """One program for 32 rows of a block."""
+    n = tl.program_id(1) * 32 + tl.arange(0, 32)
+    k = tl.program_id(0) * 128 + tl.arange(0, 128)
+    at, inside = n[:, None].to(tl.int64) * K + k[None, :], (n[:, None] < N) & (k[None, :] < K)
+    scale = tl.load(scale_ptr + (tl.program_id(1) // 4) * stride_scale + tl.program_id(0))
+    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    tl.store(w_ptr + at, (q.to(tl.float32) * scale).to(tl.bfloat16), mask=inside)

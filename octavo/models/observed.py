@@ -186,8 +186,8 @@ def _projections(parent: str, layer: object, like: Tensor, backward: bool) -> It
     for projection, N in layer.projections.items():
         name, rows = f"{parent}.{projection}", slice(stop, stop := stop + N)
         master = layer.weight[rows]
-        yield name, "fprop X", _Found(None, _values(activation), x, _kernel(activation))
-        yield name, "fprop W", _Found(stored.dtype, _values(weight)[rows], master, _kernel(weight))
+        yield name, "fprop X", _Found(None, _values(activation, activation), x, _kernel(activation))
+        yield name, "fprop W", _Found(stored.dtype, _values(weight, activation)[rows], master, _kernel(activation))
         yield name, "fprop Y", _Found(y.dtype)
         if layer.bias is not None and layer.bias_hp is not None:
             yield name, "fprop bias", _Found(layer.bias_hp.dtype, layer.bias_hp[rows], layer.bias[rows])
@@ -217,16 +217,14 @@ def _probe(rows: int, columns: int, like: Tensor) -> Tensor:
     return (torch.randn(rows, columns, generator=generator) * 2.0**exponents).to(like.device, like.dtype)
 
 
-def _values(operand: Operand) -> Tensor:
-    """The numbers that an operand stands for: fp32 where they are E4M3, else float64."""
-    if operand.scale is None:
-        return operand.values
-    sizes = torch.tensor(operand.k_edges, device=operand.scale.device).diff()
-    return operand.values.float().mul_(operand.scale.repeat_interleave(sizes, dim=1))
+def _values(operand: Operand, activation: Operand) -> Tensor:
+    """The numbers that an operand stands for; an FP8 weight is rounded to BF16 before it meets a BF16 activation."""
+    values = operand.decode()
+    return values.bfloat16() if operand.scale is not None and activation.scale is None else values
 
 
-def _kernel(operand: Operand) -> str:
-    return GRID_SUMS if operand.scale is None else E4M3_SUMS
+def _kernel(activation: Operand) -> str:
+    return GRID_SUMS if activation.scale is None else E4M3_SUMS
 
 
 def _texts(declared: Edge | None, found: _Found) -> tuple[str, str] | None:
@@ -263,5 +261,5 @@ def _made_by(edge: Edge, found: _Found) -> bool:
         scale = scale_from_amax(amax, "power_of_two" if edge.scale == "power_of_two" else "none")
         values = dequantize(quantize_with_scale(found.source, scale, edge.quant_block), scale, edge.quant_block)
     if found.kernel == GRID_SUMS:
-        values = grid_operand(values.bfloat16() if edge.format == "e4m3" else values).values
+        values = grid_operand(values.bfloat16() if edge.format == "e4m3" else values).decode()
     return torch.equal(values.to(found.values.dtype), found.values)

@@ -14,12 +14,13 @@ from octavo.numerics.fp8 import PER_ROW, QuantBlock
 from octavo.numerics.precision_flow import Edge, Format, Graph, Kind, Node, Phase, PrecisionFlow, Role
 from octavo.numerics.recipe import GemmRecipe, Recipe, names_module
 
-E4M3_SUMS = "exact E4M3 sums"
-"""Raw E4M3 products of a K block summed exactly, then scaled; blocks in ascending order."""
-GRID_SUMS = "exact grid sums"
-"""Operands on a fixed-point grid, blocks of 128 along K (64 keys) summed exactly."""
-FP32_PRODUCT = "FP32 product"
-"""Decoded operands multiplied in FP32, in the BLAS's order: the backward."""
+E4M3_SUMS = "E4M3 sums"
+"""Raw E4M3 products summed, then scaled, blocks of K in ascending order: exactly on a CPU, in FP32 by tensor cores."""
+GRID_SUMS = "ordered sums"
+"""Operands that are not FP8, summed in one order: on a CPU exactly, on a fixed-point grid, blocks of 128 along K (64
+keys); in FP32 by tensor cores."""
+FP32_PRODUCT = "any order"
+"""The backward: a CPU multiplies the decoded operands in FP32, a GPU the operands themselves, each in its own order."""
 FP32_SUM = "FP32 sum"
 """Rows of one token added up: the embedding's gradient."""
 FP32 = "FP32, rounded once"

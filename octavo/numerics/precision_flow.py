@@ -35,7 +35,7 @@ class Edge:
     """A tensor that a module computes with.
 
     Example: Edge(phase="fprop", tensor="W", sources=(), format="e4m3", quant_block=(128, 128), scale="fp32",
-    kernel="exact E4M3 sums").
+    kernel="E4M3 sums").
     """
 
     phase: Phase

@@ -3,7 +3,7 @@
 import pytest
 from tiny_models import tiny_config, tiny_decoder
 
-from octavo.check.memory import estimate_memory
+from octavo.check.memory import estimate_memory, linears
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import decoder_config
 from octavo.rollout.kv_cache import KVCache
@@ -69,3 +69,16 @@ def test_a_rollout_of_its_own_adds_its_bytes_and_sets_the_cache():
     assert estimate.parts["the rollout's own bytes"] == size([*stored, *operands, twin._head[1].values])
     same = from_dict(TrainConfig, {**BASE, "precision": {"recipe": "block128"}}, "test")
     assert estimate.parts["KV cache"] == estimate_memory(same, decoder_config(config), False).parts["KV cache"]
+
+
+@pytest.mark.parametrize("recipe", ["block128", "w8a16", "rowwise", "bf16"])
+def test_kernels_on_a_gpu_read_the_stored_bytes(recipe):
+    shape = decoder_config(tiny_config("llama"))
+    run = from_dict(TrainConfig, {**BASE, "precision": {"recipe": recipe}, "device": "cuda"}, "test")
+    on_cpu = from_dict(TrainConfig, {**BASE, "precision": {"recipe": recipe}}, "test")
+    here, there = (estimate_memory(config, shape, two_forwards=False).parts for config in (run, on_cpu))
+    linear = sum(rows * columns for _, rows, columns in linears(shape))
+    assert here["operands"] == (0 if recipe == "bf16" else linear), "a transposed byte for each"
+    assert {key: value for key, value in here.items() if key != "operands"} == {
+        key: value for key, value in there.items() if key != "operands"
+    }

@@ -144,7 +144,7 @@ TAMPERED = [
     (change_recipe(wgrad=NO_GEMM, saved_activations="bf16"), "wgrad dY e4m3 128x1 / bf16, wgrad X e4m3 128x1 / bf16"),
     (change_recipe(saved_activations="bf16"), "layers.0.self_attn.o_proj: saved X e4m3 128x1 / bf16. No"),
     (change_recipe(scale_rounding="power_of_two"), "fprop X e4m3 1x128 / e4m3 1x128 (2^n scale)"),
-    (change_recipe(fprop=GemmRecipe(left=None, right=BLOCK_128X128)), "/ e4m3 128x128 [exact grid sums]"),
+    (change_recipe(fprop=GemmRecipe(left=None, right=BLOCK_128X128)), "/ e4m3 128x128 [ordered sums]"),
     (other_format, "o_proj: fprop W e4m3 128x128 / torch.float8_e5m2, "),
     (unpacked_bytes, "o_proj: fprop W e4m3 128x128 / bf16, "),
     (unpacked_saved, "layers.0.self_attn.o_proj: saved X e4m3 128x1 / bf16. No"),

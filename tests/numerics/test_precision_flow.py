@@ -73,7 +73,7 @@ def test_the_tensors_of_a_projection_are_those_of_its_recipe(name):
     for role in ("rollout", "old", "reference"):
         assert texts(flow, role, QUERY) == forward
     assert texts(flow, "export", QUERY) == {"export W": PROJECTION[name]["fprop Y"]}
-    kernel = "exact E4M3 sums" if forward["fprop X"].startswith("e4m3") else "exact grid sums"
+    kernel = "E4M3 sums" if forward["fprop X"].startswith("e4m3") else "ordered sums"
     assert flow.graph("train").node(QUERY).edge("fprop W").kernel == kernel
 
 
@@ -181,7 +181,7 @@ def test_a_forward_only_recipe_has_the_forward_of_its_twin_that_trains(name):
             get_recipe("block128", keep_bf16=(*ALWAYS, "self_attn.*", "gate_proj", "up_proj")),
             [
                 "model.layers.*.mlp.down_proj in 2 layers: fprop X bf16 / e4m3 1x128, "
-                "fprop W e4m3 128x128 [exact grid sums] / e4m3 128x128 [exact E4M3 sums]"
+                "fprop W e4m3 128x128 [ordered sums] / e4m3 128x128 [E4M3 sums]"
             ],
         ),
         (
