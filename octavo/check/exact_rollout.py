@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from octavo.check.rows import Row
+from octavo.kernels.device import require_kernels
 from octavo.models.config import decoder_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import RECIPE_NAMES, Recipe, get_recipe
@@ -94,6 +95,7 @@ def control(device: str) -> tuple[str, str]:
 @torch.no_grad()
 def random_decoder(recipe: Recipe, device: str) -> Decoder:
     """Two ragged layers whose every part matters and whose logits spread over a few units."""
+    require_kernels(device, recipe.high_precision)
     shape = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=96,

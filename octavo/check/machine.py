@@ -14,6 +14,7 @@ import torch
 from packaging.version import Version
 
 from octavo.check.rows import Row, Status, size_text
+from octavo.kernels.device import CAPABILITY
 
 MINIMUM = {"torch": "2.11", "transformers": "5.9"}
 """As in pyproject.toml."""
@@ -31,8 +32,6 @@ OPTIONAL = {
 }
 PINNED = {"vllm": "0.24.0", "verl": "0.9.1"}
 """As in pyproject.toml: the plug-ins use what moves between releases."""
-FP8_CAPABILITY = (8, 9)
-"""FP8 tensor cores begin with compute capability 8.9 (Ada) and 9.0 (Hopper)."""
 LOW_MEMORY_BYTES = 4e9
 LOW_DISK_BYTES = 2e9
 LONGEST_SPIN = 1_000_000
@@ -92,11 +91,11 @@ def gpu_rows() -> Iterator[Row]:
             f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}, "
             f"{size_text(free)} free of {size_text(total)}, driver {driver or 'unknown'}"
         )
-        if capability >= FP8_CAPABILITY:
-            yield _row(f"GPU {index}", "OK", f"{detail}; has FP8 tensor cores")
+        if capability[0] == CAPABILITY:
+            yield _row(f"GPU {index}", "OK", f"{detail}; the kernels run here")
         else:
-            step = "FP8 is simulated here; for its speed take an H100, H200 or another GPU from 8.9 on"
-            yield _row(f"GPU {index}", "WARN", f"{detail}; no FP8 tensor cores, which need 8.9 (Ada) or 9.0", step)
+            step = "take an H100 or H200; here device=cpu, or precision.recipe=fp32"
+            yield _row(f"GPU {index}", "WARN", f"{detail}; the kernels for BF16 and FP8 are for Hopper, 9.0", step)
 
 
 def package_rows() -> Iterator[Row]:

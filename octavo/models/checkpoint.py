@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from octavo.kernels.device import require_kernels
 from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import Recipe
@@ -50,8 +51,10 @@ def load_decoder(
         device: where the decoder lives.
 
     Raises:
-        ValueError: the folder is missing, incomplete, damaged, or not a supported model.
+        ValueError: the folder is missing, incomplete, damaged, or not a supported model; the recipe's kernels do not
+            run on the device.
     """
+    require_kernels(device, recipe.high_precision)
     config, hf_config = read_config(path)
     decoder = Decoder(config, hf_config, recipe, max_tokens=max_tokens)
     folder = _folder(path)

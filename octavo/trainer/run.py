@@ -175,9 +175,12 @@ def describe(policy: Decoder) -> str:
     config, recipe = policy.config, policy.recipe
     num_parameters = sum(parameter.numel() for parameter in policy.parameters())
     kept = "nothing is FP8" if not recipe.quantizes else f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}"
+    device = policy.embed_tokens.device
+    kernels = device.type == "cuda" and recipe.high_precision == "bf16"
+    products = "products on the tensor cores of" if kernels else "FP8 simulated by exact sums on"
     return (
         f"policy: {config.family}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}, "
-        f"{kept}; FP8 simulated by exact sums on {policy.embed_tokens.device}"
+        f"{kept}; {products} {device}"
     )
 
 

@@ -49,14 +49,14 @@ def fake_gpu(monkeypatch, capability):
     monkeypatch.setattr(machine, "driver_version", lambda: "580.1")
 
 
-@pytest.mark.parametrize("capability, status", [((8, 0), "WARN"), ((8, 9), "OK"), ((9, 0), "OK")])
-def test_a_gpu_without_fp8_is_told_from_one_with_it(capability, status, monkeypatch):
+@pytest.mark.parametrize("capability, status", [((8, 0), "WARN"), ((8, 9), "WARN"), ((9, 0), "OK"), ((10, 0), "WARN")])
+def test_a_gpu_that_the_kernels_are_not_for_is_told(capability, status, monkeypatch):
     fake_gpu(monkeypatch, capability)
     (row,) = gpu_rows()
     assert row.status == status
     for text in ("Some GPU", f"{capability[0]}.{capability[1]}", "30.0 GB free of 40.0 GB", "driver 580.1"):
         assert text in row.detail
-    assert ("8.9" in row.next_step) == (status == "WARN")
+    assert ("take an H100 or H200; here device=cpu" in row.next_step) == (status == "WARN")
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch):
