@@ -14,7 +14,15 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_both, cast_rows
+from octavo.kernels.cast import (
+    cast_1x128,
+    cast_128x1,
+    cast_128x128,
+    cast_both,
+    cast_columns,
+    cast_rows,
+    cast_tensor,
+)
 from octavo.numerics.exact import K_BLOCK, block_edges, product_bits, to_grid
 from octavo.numerics.fp8 import (
     BLOCK_1X128,
@@ -123,7 +131,8 @@ def quantize_matrix(
         scale: [1, 1] fp32, a frozen scale for the whole matrix instead of one from its amax.
     """
     if scale is not None:
-        q = quantize_with_scale(x, scale, quant_block)
+        kernel = x.is_cuda and quant_block == PER_TENSOR and x.stride(1) == 1
+        q = cast_tensor(x, scale=scale)[0] if kernel else quantize_with_scale(x, scale, quant_block)
         return QuantizedMatrix(q, scale, [0, x.shape[0]], [0, x.shape[1]], quant_block)
     dim, splits = (1, column_splits) if column_splits is not None else (0, row_splits or [x.shape[0]])
     block = quant_block[dim]
@@ -148,14 +157,18 @@ def quantize_both(x: Tensor, rounding: ScaleRounding = "none") -> tuple[Quantize
 
 
 def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
-    """`quantize`, on a GPU by the kernel of the block shape where there is one; the bytes are the same."""
-    if not x.is_cuda or x.stride(1) != 1 or quant_block in (PER_COLUMN, PER_TENSOR):
+    """`quantize`, on a GPU by the kernel of the block shape; the bytes are the same."""
+    if not x.is_cuda:
         return quantize(x, quant_block, rounding)
-    if quant_block == BLOCK_128X128:
-        q, _, scale = cast_128x128(x, rounding)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if quant_block in (BLOCK_128X128, PER_TENSOR):
+        q, _, scale = (
+            cast_tensor(x, rounding) if quant_block == PER_TENSOR else cast_128x128(x, rounding, transposed=False)
+        )
         return q, scale
-    if quant_block == BLOCK_128X1:
-        q, scale = cast_128x1(x, rounding)
+    if quant_block in (BLOCK_128X1, PER_COLUMN):
+        q, scale = (cast_128x1 if quant_block == BLOCK_128X1 else cast_columns)(x, rounding)
         return q.T, scale.T
     return (cast_rows if quant_block == PER_ROW else cast_1x128)(x, rounding)
 

@@ -10,6 +10,8 @@ import importlib.util
 import os
 from typing import Any
 
+from torch import Tensor
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's CPU interpreter, for tests."""
@@ -50,3 +52,11 @@ def require_triton(what: str) -> None:
     """ValueError when a kernel is wanted and triton is not installed."""
     if not HAS_TRITON:
         raise ValueError(f"{what} on a CUDA tensor needs triton, which is not installed. pip install triton")
+
+
+def on_gpu(x: Tensor, what: str) -> bool:
+    """Whether `what` runs as a kernel: by the tensor's device. The interpreter runs kernels on CPU tensors, too."""
+    if x.is_cuda or INTERPRETED:
+        require_triton(what)
+        return True
+    return False

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from octavo.kernels.cast import cast_128x128
 from octavo.kernels.gemm import product
@@ -117,19 +118,20 @@ class FP8Linear(nn.Module):
             self.bias_hp.copy_(self.bias)
 
     def _requantize(self, name: str) -> None:
-        """One set of bytes and scales; kernels get W^T of square blocks from the same reading of W."""
+        """One set of bytes and scales; of square blocks a kernel writes W, W^T and scales from one reading of W."""
         block, rounding = self._weight_block(name), self.recipe.scale_rounding
-        if self.weight.is_cuda and block == BLOCK_128X128 and all(size % 128 == 0 for size in self.splits):
-            q, q_t, scale = cast_128x128(self.weight.detach(), rounding)
-            if self.recipe.dgrad is not None:
-                if self.weight_t is None:
-                    self.weight_t = torch.empty_like(q_t)
-                self.weight_t.copy_(q_t)
+        q, scale = getattr(self, name), getattr(self, f"{name}_scale")
+        aligned = all(size % 128 == 0 for size in self.splits) and self.in_features % 16 == 0
+        if self.weight.is_cuda and block == BLOCK_128X128 and aligned:
+            if self.weight_t is None and self.recipe.dgrad is not None:
+                self.weight_t = torch.empty(q.shape[::-1], dtype=E4M3, device=q.device)
+            out = (q, self.weight_t, scale)
+            cast_128x128(self.weight.detach(), rounding, transposed=self.weight_t is not None, out=out)
+            increment_version([tensor for tensor in out if tensor is not None])
         else:
             new = quantize_matrix(self.weight, block, rounding, row_splits=self.splits)
-            q, scale = new.q, new.scale
-        getattr(self, name).copy_(q)
-        getattr(self, f"{name}_scale").copy_(scale)
+            q.copy_(new.q)
+            scale.copy_(new.scale)
 
     @torch.no_grad()
     def freeze_activation_scale_(self) -> None:
@@ -330,7 +332,8 @@ class FP8Linear(nn.Module):
             if torch.isnan(self.activation_scale).all():  # the very first batch calibrates itself
                 self.freeze_activation_scale_()
             scale = self.activation_scale
-            self.saturation_counts += torch.tensor([int(self._beyond_scale(x).sum()), x.numel()], device=x.device)
+            self.saturation_counts[0] += self._beyond_scale(x).sum()
+            self.saturation_counts[1] += x.numel()
         return quantize_matrix(x, left, self.recipe.scale_rounding, scale=scale).operand()
 
     def _beyond_scale(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiles the kernels of octavo.kernels.cast for sm_90, without a GPU, and prints what is in their PTX as JSON."""
+"""Compiles the kernels of casts, norm and SwiGLU for sm_90, without a GPU, and prints what is in their PTX as JSON."""
 
 import json
 import sys
@@ -7,53 +7,68 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.kernels import cast
+from octavo.kernels import cast_kernels, norm_kernels, swiglu_kernels
 
-CONSTANTS = {"POWER_OF_TWO": False}
-BOTH = {"x_ptr": "*{}", "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "q_t_ptr": "*fp8e4nv", "scale_t_ptr": "*fp32"}
-SIZES = {name: "i32" for name in ("T", "K", "stride", "stride_t")}
-KERNELS = {
-    "_rows_kernel": (
-        {"x_ptr": "*{}", "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "K": "i32", "stride": "i32"},
-        {"BLOCK_K": 4096},
-    ),
-    "_1x128_kernel": (
-        {"x_ptr": "*{}", "q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "M": "i32", "K": "i32", "stride": "i32"},
-        {"BLOCK_M": 32},
-    ),
-    "_128x1_kernel": (
-        {name: kind for name, kind in (BOTH | SIZES).items() if name not in ("q_ptr", "scale_ptr")},
-        {"BLOCK_K": 64},
-    ),
-    "_both_kernel": (BOTH | SIZES, {}),
-    "_128x128_kernel": (
-        {"w_ptr": "*{}", "q_ptr": "*fp8e4nv", "q_t_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "N": "i32"} | SIZES,
-        {},
-    ),
+TILE = {"WORDS": 64, "ALIGNED": True, "POWER_OF_TWO": False}
+BOTH_WAYS = TILE | {"PLAIN": True, "TRANSPOSED": True}
+PER_TENSOR = BOTH_WAYS | {"PER_COLUMN": False, "GIVEN": True, "COUNT": True}
+PER_COLUMN = PER_TENSOR | {"WORDS": 32, "PLAIN": False, "PER_COLUMN": True, "GIVEN": False, "COUNT": False}
+NORM = {"R": 1, "BLOCK_D": 4096, "D": 4096, "BITS": 20, "NORM_EPS": 1e-6}
+NORM_CAST = NORM | {"ADD": True, "PER_ROW": False, "POWER_OF_TWO": False}
+NORM_BACKWARD = {"R": 1, "BLOCK_D": 4096, "D": 4096}
+HEADS = {"R": 32, "BLOCK_D": 128, "D": 128, "BITS": 23, "NORM_EPS": 1e-6}
+CASES = {
+    "rows": (cast_kernels.rows_kernel, {"BLOCK_M": 1, "BLOCK_K": 4096, "POWER_OF_TWO": False}, 4),
+    "1x128": (cast_kernels.rows_kernel, {"BLOCK_M": 32, "BLOCK_K": 128, "POWER_OF_TWO": False}, 4),
+    "128x1": (cast_kernels.tile_kernel, BOTH_WAYS | {"WORDS": 32, "PLAIN": False}, 4),
+    "both": (cast_kernels.tile_kernel, BOTH_WAYS, 8),
+    "128x128": (cast_kernels.block_kernel, {"TRANSPOSED": True, "POWER_OF_TWO": False}, 4),
+    "amax": (cast_kernels.amax_kernel, {"WORDS": 32, "ALIGNED": True, "PER_COLUMN": True}, 4),
+    "columns": (cast_kernels.scaled_kernel, PER_COLUMN, 4),
+    "tensor": (cast_kernels.scaled_kernel, PER_TENSOR, 8),
+    "norm": (norm_kernels.norm_kernel, NORM, 4),
+    "norm of heads": (norm_kernels.norm_kernel, HEADS, 4),
+    "norm backward": (norm_kernels.backward_kernel, NORM_BACKWARD, 4),
+    "norm 1x128": (norm_kernels.norm_cast_kernel, NORM_CAST, 4),
+    "norm 128x1": (norm_kernels.norm_transposed_kernel, TILE | {"WORDS": 32}, 4),
+    "swiglu": (swiglu_kernels.swiglu_kernel, {"R": 4, "BLOCK_F": 1024}, 4),
+    "swiglu backward": (swiglu_kernels.backward_kernel, {"R": 4, "BLOCK_F": 1024}, 4),
+    "swiglu 1x128": (swiglu_kernels.cast_rows_kernel, {"R": 32, "BLOCK_F": 128, "POWER_OF_TWO": False}, 4),
+    "swiglu both": (swiglu_kernels.cast_both_kernel, {"ALIGNED": True, "POWER_OF_TWO": False}, 8),
+    "swiglu backward both": (swiglu_kernels.backward_cast_kernel, {"ALIGNED": True, "POWER_OF_TWO": False}, 8),
 }
+FP32_TOO = ("rows", "128x128", "columns")
+"""Casts that FP32 masters go through."""
+POINTERS = {"bits_ptr": "*i32", "saturated_ptr": "*i64"} | dict.fromkeys(
+    ("x_ptr", "w_ptr", "residual_ptr", "delta_ptr", "h_ptr", "y_ptr", "gate_ptr", "up_ptr"), "*{}"
+)
+COUNTED = ("cvt.rn.satfinite.e4m3x2.f32", "stmatrix", "ld.global.v4", "ld.global.v2.b64", ".local", "max.u16x2")
 
 
-def compiled(name: str, dtype: str, num_warps: int) -> dict[str, int]:
-    """How often each instruction of interest stands in the kernel's PTX."""
-    signature, more = KERNELS[name]
-    signature = {key: kind.format(dtype) for key, kind in signature.items() if name != "_128x128_kernel" or key != "T"}
-    constants = CONSTANTS | more
+def pointer_or_size(name: str, dtype: str) -> str:
+    """Type of a kernel's argument, after its name."""
+    if name in POINTERS:
+        return POINTERS[name].format(dtype)
+    if name.endswith("_ptr"):
+        if name.startswith("grad_"):
+            return f"*{dtype}"
+        return "*fp8e4nv" if name.startswith("q") else "*fp32"
+    return "i32"
+
+
+def build(kernel, constants: dict, num_warps: int, dtype: str):
+    """The compiled kernel; every pointer and size a multiple of 16."""
+    signature = {name: pointer_or_size(name, dtype) for name in kernel.arg_names if name not in constants}
     attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
-    source = ASTSource(
-        fn=getattr(cast, name),
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-        attrs=attributes,
-    )
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
-    return {text: ptx.count(text) for text in ("cvt.rn.satfinite.e4m3x2.f32", "stmatrix", "ld.global.v4", ".local")}
+    signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
 
 
 if __name__ == "__main__":
-    found = {
-        f"{name} {dtype} {warps}": compiled(name, dtype, warps)
-        for name in KERNELS
-        for dtype in ("bf16", "fp32")
-        for warps in (4, 8)
-    }
+    found = {}
+    for name, (kernel, constants, num_warps) in CASES.items():
+        for dtype in ("bf16", "fp32") if name in FP32_TOO else ("bf16",):
+            ptx = build(kernel, constants, num_warps, dtype).asm["ptx"]
+            found[f"{name} {dtype}"] = {text: ptx.count(text) for text in COUNTED}
     json.dump(found, sys.stdout)
