@@ -8,18 +8,14 @@ the same in plain torch.
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import json
-import os
-import subprocess
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from octavo.bench.measure import copy_speed, milliseconds
+from octavo.bench.results import Row, write_results
 from octavo.kernels.cast import (
     cast_1x128,
     cast_128x1,
@@ -81,33 +77,25 @@ def gradient(function: Callable[..., Tensor], *inputs: Tensor) -> Callable[[Tens
     return lambda grad_y: torch.autograd.grad(y, inputs, grad_y, retain_graph=True)
 
 
-def bandwidth(call: Callable[[], object], num_bytes: float) -> float:
-    """Median GB/s."""
-    from triton.testing import do_bench
-
-    return num_bytes / do_bench(call, return_mode="median") / 1e6
-
-
 def main() -> None:
     """Measure, print, write."""
     torch.manual_seed(0)
-    source = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy = bandwidth(lambda: target.copy_(source), 2 * source.numel())
-    print(f"copy of 1 GiB: {copy:.0f} GB/s")
-    rows = [{"case": "copy/1 GiB/uint8", "metric": "gb_s", "value": copy, "unit": "GB/s", "goal": None}]
+    copy = copy_speed()
+    rows = [Row(case="copy/1 GiB/uint8", metric="gb_s", value=copy, unit="GB/s")]
+    print(rows[0].line())
 
     def add(case: str, x: Tensor, cast: Cast, peer: Cast, num_bytes: float, goal: float = GOAL) -> None:
-        mine, again, theirs = (bandwidth(partial(work, x), num_bytes) / copy for work in (cast, cast, peer))
-        print(f"{case:56} {mine:6.1%}  again {again:6.1%}  plain torch {theirs:6.1%}")
-        note = f"second run {again:.3f}; plain torch {theirs:.3f}"
-        row = {"case": case, "metric": "bandwidth_share", "value": mine, "unit": "of copy", "goal": goal, "note": note}
+        bound = num_bytes / copy / 1e6
+        mine, again, theirs = (bound / milliseconds(partial(work, x), 60) for work in (cast, cast, peer))
+        note = f"second run {again:.3f}, plain torch {theirs:.3f}"
+        row = Row(case=case, metric="bandwidth_share", value=mine, unit="of copy", goal=goal, note=note)
         rows.append(row)
+        print(row.line(), flush=True)
 
     casts(add)
     norms(add)
     swiglus(add)
-    write(rows)
+    write_results("cast", "python benchmarks/cast.py", rows)
 
 
 def casts(add: Callable[..., None]) -> None:
@@ -197,23 +185,6 @@ def swiglus(add: Callable[..., None]) -> None:
         10 * size,
         FUSED_GOAL,
     )
-
-
-def write(rows: list[dict]) -> None:
-    """One JSON file with device, versions, commit and command."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton"),
-        "commit": os.environ.get("OCTAVO_COMMIT") or commit or "unknown",
-        "command": "python benchmarks/cast.py",
-        "date": datetime.date.today().isoformat(),
-        "rows": [{"better": "higher", "note": "", **row} for row in rows],
-    }
-    folder = Path(os.environ.get("OUT", "benchmarks/results"))
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cast.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

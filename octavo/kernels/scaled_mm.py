@@ -88,9 +88,7 @@ def _columns(N: int) -> int:
 
 def _filled(x: Tensor, size: int, dim: int = 0) -> Tensor:
     """Zeros after the last row (or column); packed and aligned to 16 bytes, without which cuBLASLt refuses."""
-    packed = x.is_contiguous() and (
-        x.ndim == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1]
-    )
+    packed = x.is_contiguous() and (x.ndim == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1])
     if x.shape[dim] == size and packed and x.data_ptr() % 16 == 0:
         return x
     shape = list(x.shape)
