@@ -122,7 +122,7 @@ class FP8Linear(nn.Module):
         block, rounding = self._weight_block(name), self.recipe.scale_rounding
         q, scale = getattr(self, name), getattr(self, f"{name}_scale")
         aligned = all(size % 128 == 0 for size in self.splits) and self.in_features % 16 == 0
-        if self.weight.is_cuda and block == BLOCK_128X128 and aligned:
+        if self.uses_kernels and block == BLOCK_128X128 and aligned:
             if self.weight_t is None and self.recipe.dgrad is not None:
                 self.weight_t = torch.empty(q.shape[::-1], dtype=E4M3, device=q.device)
             out = (q, self.weight_t, scale)
@@ -201,7 +201,7 @@ class FP8Linear(nn.Module):
     def _reads_once(self, x: Tensor, blocks: tuple[QuantBlock | None, QuantBlock | None]) -> bool:
         """Whether one kernel makes both casts of a matrix [T, K]."""
         aligned = len(x) > 0 and len(x) % WGRAD_TOKEN_MULTIPLE == 0 and all(size % 128 == 0 for size in self.splits)
-        return self.quantized and x.is_cuda and aligned and blocks == (BLOCK_1X128, BLOCK_128X1)
+        return self.quantized and self.uses_kernels and aligned and blocks == (BLOCK_1X128, BLOCK_128X1)
 
     def _dgrad(self, grad_y: QuantizedMatrix | Tensor, dtype: torch.dtype) -> Tensor:
         if not self.uses_kernels:

@@ -1,5 +1,6 @@
 """Operands as kernels read them, and how `product` hands them over to back ends: here float64 with their layouts."""
 
+import kernel_products
 import pytest
 import torch
 
@@ -41,45 +42,8 @@ def test_a_prepared_matrix_decodes_to_itself(quant_block, splits, width):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The back ends' products in float64 with their very layouts, and which were called."""
-    called = []
-
-    def multiply(name, by_blocks):
-        def run(x, w, x_scale, w_scale, bias, dtype):
-            called.append(name)
-            x, w = x.double(), w.double()
-            if by_blocks:
-                assert x.shape[1] % 128 == 0
-                x = x * x_scale.double().repeat_interleave(128, 1)
-                w_scale = w_scale if len(w_scale) == len(w) else w_scale.repeat_interleave(128, 0)[: len(w)]
-                w = w * w_scale.double().repeat_interleave(128, 1)
-            else:
-                assert x_scale.shape == (len(x), 1) and w_scale.shape == (len(w), 1)
-                x, w = x * x_scale.double(), w * w_scale.double()
-            y = x @ w.T + (0.0 if bias is None else bias.double())
-            return y.to(dtype)
-
-        return run
-
-    def triton(kind, x, w, x_scale, w_scale, bias, dtype):
-        if x_scale is None:
-            called.append("triton")
-            scale = w_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            w = (w.float() * scale).bfloat16().double()[:, : x.shape[1]]
-            return (x.double() @ w.T + (0.0 if bias is None else bias.double())).to(dtype)
-        return multiply("triton", kind == "block")(x, w, x_scale, w_scale, bias, dtype)
-
-    def decode(q, scale):
-        called.append("decode")
-        return (q.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).bfloat16()
-
-    monkeypatch.setattr(gemm, "block_product", multiply("scaled_mm", True))
-    monkeypatch.setattr(gemm, "row_product", multiply("scaled_mm", False))
-    monkeypatch.setattr(gemm, "triton_product", triton)
-    monkeypatch.setattr(gemm, "decode_weight", decode)
-    for name in ("blocks_agree", "rows_agree", "bf16_agrees"):
-        monkeypatch.setattr(agreement, name, lambda *_: True)
-    return called
+    """The names of the back ends that are called."""
+    return kernel_products.install(monkeypatch)
 
 
 @every_split

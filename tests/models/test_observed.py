@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import kernel_products
 import pytest
 import torch
 from tiny_models import lay_end_to_end, random_prompts, tiny_config, tiny_decoder
@@ -37,6 +38,19 @@ def test_a_live_decoder_is_as_declared(name, family):
     decoder = tiny_decoder(config, RECIPES[name])
     for role in ("train", "rollout"):
         check_observed(declared(role, RECIPES[name], config), decoder, packed_cache(decoder))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "fp32"])
+def test_what_kernels_are_given_on_a_gpu_is_as_declared(name, monkeypatch):
+    kernel_products.as_on_gpu(monkeypatch)
+    decoder = tiny_decoder(tiny_config("qwen2"), RECIPES[name])
+    check_observed(declared("train", RECIPES[name], tiny_config("qwen2")), decoder, packed_cache(decoder))
+    decoder.layers[1].o_proj.forget_prepared()
+    scale = dict(decoder.layers[1].o_proj.named_buffers()).get("weight_q_scale")
+    if scale is not None:
+        scale.data.mul_(2.0)
+        with pytest.raises(ValueError, match="declared / found: .*layers.1.self_attn.o_proj"):
+            check_observed(declared("train", RECIPES[name], tiny_config("qwen2")), decoder, packed_cache(decoder))
 
 
 @pytest.mark.parametrize("name", FORWARD_ONLY)

@@ -1,0 +1,88 @@
+"""What FP8Linear hands to kernels on a GPU, on any machine: their products in float64, with the layouts they take."""
+
+import kernel_products
+import pytest
+import torch
+from linear_layers import GEMMS, hat, make_batch, make_layer, run, static_scale, weight_hat
+
+from octavo.layers import linear
+from octavo.layers.linear import FP8Linear
+from octavo.numerics.error import relative_error
+
+KERNELS = [name for name in GEMMS if name != "fp32"]
+SHAPES = {
+    "aligned": (256, {"q_proj": 256, "k_proj": 128, "v_proj": 128}),
+    "ragged": (200, {"q_proj": 192, "k_proj": 64, "v_proj": 64}),
+}
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """As on a GPU; the names of the back ends that are called."""
+    return kernel_products.as_on_gpu(monkeypatch)
+
+
+def close(got, exact):
+    return relative_error(got, exact) < (2.0**-8 if got.dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("T", [1, 77, 128, 300])
+def test_three_products_of_what_is_declared(called, name, shape, T):
+    K, projections = SHAPES[shape]
+    layer = make_layer(name, projections, bias=True, in_features=K)
+    x, grad_y = make_batch(layer, T)
+    y, grad_x, grad_weight, _ = run(layer, x, grad_y)
+    fprop, dgrad, wgrad = GEMMS[name]
+    scale = static_scale(x) if name == "tensorwise_static" else None
+    w = weight_hat(layer, name, fprop[1])
+    w = w.bfloat16().double() if name == "w8a16" else w
+    assert close(y, hat(x, fprop[0], scale=scale) @ w.T + layer.bias.bfloat16().double())
+    assert close(grad_x, hat(grad_y, dgrad[0], layer.splits) @ weight_hat(layer, name, dgrad[1]))
+    pad = (lambda t: torch.nn.functional.pad(t, (0, 0, 0, -T % 128))) if wgrad[0] is not None else (lambda t: t)
+    assert close(grad_weight, hat(pad(grad_y), wgrad[0], layer.splits).T @ hat(pad(x), wgrad[1]))
+    assert called or name == "bf16"
+
+
+@pytest.mark.parametrize("name", ["block128", "w8a16"])
+def test_the_transposed_weight_is_written_in_place_and_seen(called, name):
+    layer = make_layer(name, SHAPES["aligned"][1], in_features=256)
+    address = layer.weight_t.data_ptr()
+    x, grad_y = make_batch(layer, 128)
+    before = run(layer, x, grad_y)
+    with torch.no_grad():
+        layer.weight.mul_(1.5).add_(torch.randn_like(layer.weight) * 0.1)
+    layer.requantize_()
+    assert layer.weight_t.data_ptr() == address
+    assert torch.equal(layer.weight_t.view(torch.uint8), layer.weight_q.view(torch.uint8).T)
+    y, grad_x = run(layer, x, grad_y)[:2]
+    fprop, dgrad, _ = GEMMS[name]
+    w = weight_hat(layer, name, fprop[1])
+    assert close(y, hat(x, fprop[0]) @ (w.bfloat16().double() if name == "w8a16" else w).T)
+    assert close(grad_x, hat(grad_y, dgrad[0], layer.splits) @ weight_hat(layer, name, dgrad[1]))
+    assert not torch.equal(y, before[0]) and not torch.equal(grad_x, before[1])
+
+
+def test_a_forward_only_recipe_keeps_no_transpose(called):
+    layer = make_layer("fp8_channel", SHAPES["aligned"][1], in_features=256)
+    assert layer.weight_t is None
+    x = make_batch(layer, 5)[0]
+    with torch.no_grad():
+        assert close(layer(x), hat(x, (1, None)) @ weight_hat(layer, "fp8_channel", (1, None)).T)
+
+
+def test_casts_that_one_kernel_can_make_come_from_one_reading(called, monkeypatch):
+    readings, both = [], linear.quantize_both
+    monkeypatch.setattr(linear, "quantize_both", lambda x, rounding: readings.append(x.shape) or both(x, rounding))
+    layer = make_layer("block128", SHAPES["aligned"][1], in_features=256)
+    run(layer, *make_batch(layer, 256))
+    assert readings == [(256, 256), (256, 512)]  # X, dY
+    run(layer, *make_batch(layer, 77))
+    run(make_layer("w8a16", SHAPES["aligned"][1], in_features=256), *make_batch(layer, 256))
+    assert readings[2:] == [(256, 512)]  # whose X is cast for WGrad alone
+    layer, batch = make_layer("block128", SHAPES["aligned"][1], in_features=256), make_batch(layer, 256)
+    once = run(layer, *batch)
+    monkeypatch.setattr(FP8Linear, "_reads_once", lambda *_: False)
+    for mine, theirs in zip(once, run(layer, *batch), strict=True):
+        assert mine is theirs is None or (torch.equal(mine, theirs) and mine.abs().sum() > 0)
