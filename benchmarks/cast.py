@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.bench.measure import copy_speed, milliseconds
-from octavo.bench.results import Row, write_results
+from octavo.bench.results import Results, Row
 from octavo.kernels.cast import (
     cast_1x128,
     cast_128x1,
@@ -81,21 +81,18 @@ def main() -> None:
     """Measure, print, write."""
     torch.manual_seed(0)
     copy = copy_speed()
-    rows = [Row(case="copy/1 GiB/uint8", metric="gb_s", value=copy, unit="GB/s")]
-    print(rows[0].line())
+    results = Results("cast", "python benchmarks/cast.py")
+    results.add(Row(case="copy/1 GiB/uint8", metric="gb_s", value=copy, unit="GB/s"))
 
     def add(case: str, x: Tensor, cast: Cast, peer: Cast, num_bytes: float, goal: float = GOAL) -> None:
         bound = num_bytes / copy / 1e6
         mine, again, theirs = (bound / milliseconds(partial(work, x), 60) for work in (cast, cast, peer))
         note = f"second run {again:.3f}, plain torch {theirs:.3f}"
-        row = Row(case=case, metric="bandwidth_share", value=mine, unit="of copy", goal=goal, note=note)
-        rows.append(row)
-        print(row.line(), flush=True)
+        results.add(Row(case=case, metric="bandwidth_share", value=mine, unit="of copy", goal=goal, note=note))
 
     casts(add)
     norms(add)
     swiglus(add)
-    write_results("cast", "python benchmarks/cast.py", rows)
 
 
 def casts(add: Callable[..., None]) -> None:

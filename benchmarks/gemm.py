@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.bench.measure import copy_speed, microseconds_each, milliseconds
-from octavo.bench.results import Row, write_results
+from octavo.bench.results import Results, Row
 from octavo.kernels.deep_gemm import deep_gemm
 from octavo.kernels.gemm import Backend, product
 from octavo.kernels.operands import Operand, grid_operand, quantize_matrix
@@ -32,13 +32,12 @@ FORWARD_GOAL, WGRAD_GOAL = 1100.0, 900.0
 DECODE_GOALS = {1: 0.70, 16: 0.70, 32: 0.70, 64: 0.70, 128: 0.55}
 """Share of the bandwidth bound of block128, time-weighted over the four linears."""
 
-rows: list[Row] = []
+results = Results("gemm", "python benchmarks/gemm.py")
 
 
 def add(case: str, metric: str, value: float, unit: str, goal: float | None = None, note: str = "") -> None:
-    """Keep and print a figure."""
-    rows.append(Row(case=case, metric=metric, value=value, unit=unit, goal=goal, note=note))
-    print(rows[-1].line(), flush=True)
+    """Keep a figure."""
+    results.add(Row(case=case, metric=metric, value=value, unit=unit, goal=goal, note=note))
 
 
 def activations(M: int, K: int) -> Tensor:
@@ -154,7 +153,6 @@ def main() -> None:
     add("copy/1 GiB/uint8", "gb_s", copy, "GB/s")
     decoding(copy)
     training()
-    write_results("gemm", "python benchmarks/gemm.py", rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import nn
 
 from octavo.bench.gemm import random_linear
 from octavo.bench.measure import kernel_names, milliseconds
-from octavo.bench.results import Row, write_results
+from octavo.bench.results import Results, Row
 from octavo.numerics.recipe import get_recipe
 
 MODEL = "qwen3-8b"
@@ -34,24 +34,22 @@ LINEARS = {
 GOALS = {"block128": 1.45, "tensorwise": 1.7, "w8a16": 1.2}
 RECIPES = ("bf16", "block128", "w8a16", "rowwise", "tensorwise")
 
-Make = Callable[[int, int], nn.Module]
+Make = Callable[[int, dict[str, int]], nn.Module]
+"""Of K and the widths of the projections."""
 
 
 def peers() -> dict[str, Make]:
     """Peer -> what makes its layer [in, out], in BF16."""
-
-    def plain(K: int, N: int) -> nn.Module:
-        return nn.Linear(K, N, bias=False, device="cuda", dtype=torch.bfloat16)
-
-    found: dict[str, Make] = {"torch.nn.Linear bf16": plain}
     if importlib.util.find_spec("torchao") is None:
-        return found
+        return {}
     float8 = importlib.import_module("torchao.float8")
+    found: dict[str, Make] = {}
     for name in ("tensorwise", "rowwise"):
 
-        def convert(K: int, N: int, name: str = name) -> nn.Module:
+        def convert(K: int, projections: dict[str, int], name: str = name) -> nn.Module:
             config = float8.Float8LinearConfig.from_recipe_name(name)
-            return torch.compile(float8.convert_to_float8_training(nn.Sequential(plain(K, N)), config=config))
+            layer = float8.convert_to_float8_training(nn.Sequential(plain(K, projections)), config=config)
+            return torch.compile(layer, dynamic=False)
 
         found[f"torchao {name}"] = convert
     try:
@@ -73,43 +71,53 @@ def measure(layer: nn.Module, K: int, N: int) -> tuple[float, float]:
 
     step()
     leaves = (x, *layer.parameters())
-    return milliseconds(step, 100, leaves), milliseconds(step, 100, leaves)
+    return milliseconds(step, 60, leaves), milliseconds(step, 60, leaves)
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print, write; recipes first, then peers, whose compilation takes most of the time."""
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    totals: dict[str, list[tuple[float, float]]] = {}
-    kernels: dict[str, list[str]] = {}
-    for name, (K, projections) in LINEARS.items():
-        N = sum(projections.values())
-        for recipe in RECIPES:
-            layer = random_linear(K, projections, get_recipe(recipe))
-            totals.setdefault(recipe, []).append(measure(layer, K, N))
-            x = torch.randn(TOKENS, K, device="cuda").bfloat16().requires_grad_()
-            kernels.setdefault(recipe, []).extend(kernel_names(partial(_once, layer, x)))
-        for peer, make in peers().items():
-            try:
-                totals.setdefault(peer, []).append(measure(make(K, N), K, N))
-            except (RuntimeError, AssertionError, TypeError) as error:
-                print(f"{peer} does not run {name}: {type(error).__name__}: {str(error)[:200]}")
-        torch.cuda.empty_cache()
-        print(name, {key: f"{times[-1][0]:.2f} ms" for key, times in totals.items()}, flush=True)
-    whole = {key: [sum(run) for run in zip(*times, strict=True)] for key, times in totals.items() if len(times) == 4}
-    mean = {key: sum(runs) / 2 for key, runs in whole.items()}
-    bf16 = min(mean["bf16"], mean["torch.nn.Linear bf16"])
-    rows = []
-    for key, runs in whole.items():
-        case, note = f"linears of a layer/{MODEL}/{key}", f"two runs, {runs[0]:.2f} and {runs[1]:.2f} ms"
-        rows.append(Row(case=case, metric="ms", value=mean[key], unit="ms", better="lower", note=note))
-        goal = GOALS.get(key)
-        rows.append(Row(case=case, metric="speedup_vs_bf16", value=bf16 / mean[key], unit="x", goal=goal))
-    for row in rows:
-        print(row.line())
-    for recipe, names in kernels.items():
-        print(f"kernels of {recipe}: {', '.join(dict.fromkeys(names))}")
-    write_results("linear", "python benchmarks/linear.py", rows)
+    results = Results("linear", "python benchmarks/linear.py")
+    best_bf16 = float("inf")
+    recipes = {recipe: partial(random_layer, recipe) for recipe in RECIPES}
+    for name, make in {"torch.nn.Linear bf16": plain, **recipes, **peers()}.items():
+        try:
+            first, again = layer_milliseconds(make)
+        except (RuntimeError, AssertionError, TypeError) as error:
+            print(f"{name} does not run here: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        case, mean = f"linears of a layer/{MODEL}/{name}", (first + again) / 2
+        note = f"two runs, {first:.2f} and {again:.2f} ms"
+        results.add(Row(case=case, metric="ms", value=mean, unit="ms", better="lower", note=note))
+        if name.endswith("bf16"):
+            best_bf16 = min(best_bf16, mean)
+        else:
+            goal, speedup = GOALS.get(name), best_bf16 / mean
+            results.add(Row(case=case, metric="speedup_vs_bf16", value=speedup, unit="x", goal=goal))
+    K, projections = LINEARS["gate_up"]
+    for recipe in RECIPES:
+        layer = random_linear(K, projections, get_recipe(recipe))
+        x = torch.randn(TOKENS, K, device="cuda").bfloat16().requires_grad_()
+        print(f"kernels of {recipe}: {', '.join(dict.fromkeys(kernel_names(partial(_once, layer, x))))}", flush=True)
+
+
+def random_layer(recipe: str, K: int, projections: dict[str, int]) -> nn.Module:
+    """FP8Linear with random weights."""
+    return random_linear(K, projections, get_recipe(recipe))
+
+
+def plain(K: int, projections: dict[str, int]) -> nn.Module:
+    """torch.nn.Linear in BF16."""
+    return nn.Linear(K, sum(projections.values()), bias=False, device="cuda", dtype=torch.bfloat16)
+
+
+def layer_milliseconds(make: Make) -> tuple[float, float]:
+    """Sum over the four linears of a layer, measured twice."""
+    runs = [measure(make(K, projections), K, sum(projections.values())) for K, projections in LINEARS.values()]
+    torch.cuda.empty_cache()
+    first, again = (sum(times) for times in zip(*runs, strict=True))
+    return first, again
 
 
 def _once(layer: nn.Module, x: torch.Tensor) -> None:

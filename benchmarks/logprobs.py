@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.bench.measure import copy_speed, milliseconds
-from octavo.bench.results import Row, write_results
+from octavo.bench.results import Results, Row
 from octavo.kernels.lm_head import logsumexp_of
 from octavo.kernels.logprobs import chosen_logprobs, logits_from_hidden, token_logprobs
 from octavo.kernels.operands import grid_operand
@@ -66,12 +66,11 @@ def main() -> None:
     """Measure, print, write."""
     torch.manual_seed(0)
     copy = copy_speed()
-    rows: list[Row] = []
+    results = Results("logprobs", "python benchmarks/logprobs.py")
 
     def add(case: str, metric: str, value: float, unit: str, goal: float | None = None, note: str = "") -> None:
         better = "lower" if metric in ("ms", "peak_gib") else "higher"
-        rows.append(Row(case=case, metric=metric, value=value, unit=unit, goal=goal, better=better, note=note))
-        print(rows[-1].line(), flush=True)
+        results.add(Row(case=case, metric=metric, value=value, unit=unit, goal=goal, better=better, note=note))
 
     add("copy/1 GiB/uint8", "gb_s", copy, "GB/s")
     compiled = torch.compile(chosen, dynamic=False)
@@ -81,7 +80,6 @@ def main() -> None:
         tokens = torch.randint(V, (TOKENS,), device="cuda")
         decode(f"{name}/bf16", hidden, weight, tokens, copy, add)
         training(f"{name}/bf16", hidden, weight, tokens, partial(by_chunks, compiled), add)
-    write_results("logprobs", "python benchmarks/logprobs.py", rows)
 
 
 def training(case: str, hidden: Tensor, weight: Tensor, tokens: Tensor, compiled: Callable, add: Callable) -> None:

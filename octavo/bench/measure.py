@@ -53,6 +53,6 @@ def kernel_names(call: Callable[[], object]) -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    events = sorted(profile.events() or [], key=lambda event: event.time_range.start)
-    names = [re.sub(r"[<(].*", "", event.name).removeprefix("void ") for event in events]
-    return [name for name in names if not name.startswith(("Memcpy", "Memset", "cuda"))]
+    on_device = [event for event in profile.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = [event.name for event in sorted(on_device, key=lambda event: event.time_range.start)]
+    return [re.sub(r"[<(].*", "", name).removeprefix("void ") for name in names if not name.startswith(("Mem", "cuda"))]

@@ -9,10 +9,13 @@ import json
 import os
 import subprocess
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 import torch
+
+from octavo.trainer.files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,22 +50,41 @@ class Row:
         return f"{self.case:46} {self.metric:16} {self.value:10.3f} {self.unit:14} {goal:18} {self.note}".rstrip()
 
 
+class Results:
+    """The figures of one benchmark as they come: each is printed, and the file holds all so far."""
+
+    def __init__(self, name: str, command: str) -> None:
+        self.name, self.command = name, command
+        self.rows: list[Row] = []
+
+    def add(self, row: Row) -> None:
+        """Print a figure and write benchmarks/results/NAME.json, or NAME.json under $OUT if that is set."""
+        self.rows.append(row)
+        print(row.line(), flush=True)
+        write_results(self.name, self.command, self.rows)
+
+
 def write_results(name: str, command: str, rows: list[Row]) -> Path:
-    """Leave benchmarks/results/NAME.json, or NAME.json under $OUT if that is set."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    """Leave benchmarks/results/NAME.json, or NAME.json under $OUT if that is set; whole, or as it was before."""
     result = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        "commit": os.environ.get("OCTAVO_COMMIT") or git.stdout.strip() or "unknown",
+        "commit": _commit(),
         "command": command,
         "date": datetime.date.today().isoformat(),
         "rows": [asdict(row) for row in rows],
     }
     path = Path(os.environ.get("OUT", "benchmarks/results")) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_whole(path, json.dumps(result, indent=1) + "\n")
     return path
+
+
+@lru_cache(maxsize=1)
+def _commit() -> str:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return os.environ.get("OCTAVO_COMMIT") or git.stdout.strip() or "unknown"
 
 
 def read_results(path: Path) -> dict[str, Row]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from octavo.bench.results import Row, compare, read_results, write_results
+from octavo.bench.results import Results, Row, compare, read_results, write_results
 from octavo.cli import app
 
 
@@ -49,3 +49,12 @@ def test_what_is_no_result_file_is_refused(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match="a.json is no result file of a benchmark"):
         read_results(tmp_path / "a.json")
+
+
+def test_each_figure_is_on_disk_before_the_next_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    results = Results("some", "python some.py")
+    for number in (1.0, 2.0):
+        results.add(row(f"case {number}", number))
+        assert [r.value for r in read_results(tmp_path / "some.json").values()][-1] == number
+    assert "case 2.0" in capsys.readouterr().out and not list(tmp_path.glob("*.partial"))
