@@ -7,7 +7,7 @@ along the rows of a 128 x 128 weight: what ends within a block is filled up with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -28,6 +28,7 @@ from octavo.numerics.fp8 import (
     BLOCK_1X128,
     BLOCK_128X1,
     BLOCK_128X128,
+    E4M3,
     PER_COLUMN,
     PER_ROW,
     PER_TENSOR,
@@ -148,12 +149,32 @@ def quantize_matrix(
     )
 
 
-def quantize_both(x: Tensor, rounding: ScaleRounding = "none") -> tuple[QuantizedMatrix, QuantizedMatrix]:
-    """X [T, K] on a CUDA device by 1x128, and by 128x1 transposed, from one read."""
-    (q, scale), (q_t, scale_t) = cast_both(x, rounding)
+def quantize_both(
+    x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding, splits: Sequence[int]
+) -> tuple[QuantizedMatrix, QuantizedMatrix]:
+    """X [T, K] for a product reduced over K, and transposed for one over T, from one cast; for kernels.
+
+    Args:
+        x: [T, K] bf16, T a multiple of 128.
+        quant_block: of the first; 1x128, and then 128x1 of the second; or per tensor, the same bytes in both.
+        rounding: of the scales.
+        splits: widths of the fused projections along K, multiples of 128.
+    """
     T, K = x.shape
-    along = QuantizedMatrix(q, scale, range(T + 1), block_edges(K), BLOCK_1X128)
-    return along, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1), BLOCK_128X1)
+    if quant_block == BLOCK_1X128:
+        (q, scale), (q_t, scale_t) = cast_both(x, rounding)
+        along = QuantizedMatrix(q, scale, range(T + 1), block_edges(K), BLOCK_1X128)
+        return along, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1), BLOCK_128X1)
+    assert quant_block == PER_TENSOR, quant_block
+    q, q_t = (torch.empty(size, dtype=E4M3, device=x.device) for size in ((T, K), (K, T)))
+    scales, edges = [], split_edges(splits, None)
+    for start, stop in pairwise(edges):
+        scale = torch.empty(1, 1, device=x.device)
+        out = (q[:, start:stop], q_t[start:stop], scale)
+        scales.append(cast_tensor(x[:, start:stop], rounding, transposed=True, out=out)[2])
+    scale = torch.cat(scales, dim=1)
+    along = QuantizedMatrix(q, scale, [0, T], edges, PER_TENSOR)
+    return along, replace(along, q=q_t.T)
 
 
 def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:

@@ -174,11 +174,12 @@ class FP8Linear(nn.Module):
         return self._multiply(self.activation_operand(x))
 
     def fprop_and_save(self, x: Tensor) -> tuple[Tensor, QuantizedMatrix | Tensor]:
-        """Y, and X as WGrad multiplies it; on a CUDA device both casts of X come from one reading."""
+        """Y, and X as WGrad multiplies it; on a CUDA device one cast of X makes both where it can."""
         assert self.recipe.wgrad is not None, self.recipe.name
-        blocks = (self.recipe.fprop.left, self.recipe.wgrad.right)
-        if self._reads_once(x, blocks) and self.recipe.saved_activations == "fp8":
-            along, across = quantize_both(x, self.recipe.scale_rounding)
+        left, kept = self.recipe.fprop.left, self.recipe.saved_activations == "fp8"
+        dynamic = not self.recipe.static_activation_scale
+        if left is not None and dynamic and kept and self._casts_once(x, left, self.recipe.wgrad.right):
+            along, across = quantize_both(x, left, self.recipe.scale_rounding, [self.in_features])
             return self._multiply(along.operand()), across
         saved = self.save_activation(x)
         return self.fprop(x), saved
@@ -189,8 +190,10 @@ class FP8Linear(nn.Module):
         """dX = dY W, in the dtype of dY, if it is needed; dW [N, K] fp32 = dY^T X, if X was saved."""
         dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
         assert dgrad is not None and wgrad is not None, self.recipe.name
-        if needs_x and saved_x is not None and self._reads_once(grad_y, (dgrad.left, wgrad.left)):
-            along, across = quantize_both(grad_y, self.recipe.scale_rounding)
+        wanted = needs_x and saved_x is not None
+        if wanted and dgrad.left is not None and self._casts_once(grad_y, dgrad.left, wgrad.left):
+            assert saved_x is not None
+            along, across = quantize_both(grad_y, dgrad.left, self.recipe.scale_rounding, self.splits)
             return self._dgrad(along, grad_y.dtype), self._wgrad(across, saved_x)
         grad_x = self._dgrad(self.gradient(grad_y, dgrad), grad_y.dtype) if needs_x else None
         if saved_x is None:
@@ -198,10 +201,12 @@ class FP8Linear(nn.Module):
         padded = pad_tokens(grad_y) if self.quantized and wgrad.left is not None else grad_y
         return grad_x, self._wgrad(self.gradient(padded, wgrad), saved_x)
 
-    def _reads_once(self, x: Tensor, blocks: tuple[QuantBlock | None, QuantBlock | None]) -> bool:
-        """Whether one kernel makes both casts of a matrix [T, K]."""
-        aligned = len(x) > 0 and len(x) % WGRAD_TOKEN_MULTIPLE == 0 and all(size % 128 == 0 for size in self.splits)
-        return self.quantized and self.uses_kernels and aligned and blocks == (BLOCK_1X128, BLOCK_128X1)
+    def _casts_once(self, x: Tensor, along: QuantBlock | None, across: QuantBlock | None) -> bool:
+        """Whether one cast of a matrix [T, width] serves two products: `quantize_both`."""
+        widths = (len(x), self.in_features, *self.splits)
+        aligned = len(x) > 0 and all(width % WGRAD_TOKEN_MULTIPLE == 0 for width in widths)
+        pairs = ((BLOCK_1X128, BLOCK_128X1), (PER_TENSOR, PER_TENSOR))
+        return self.quantized and self.uses_kernels and aligned and (along, across) in pairs
 
     def _dgrad(self, grad_y: QuantizedMatrix | Tensor, dtype: torch.dtype) -> Tensor:
         if not self.uses_kernels:

@@ -76,12 +76,13 @@ def test_the_transposed_weight_follows_every_update():
         assert close(grad_x, exact, torch.bfloat16) and not torch.equal(grad_x, first[1])
 
 
-def test_one_reading_gives_the_casts_of_two(monkeypatch):
-    layer = make_layer("block128", SHAPES["aligned"][1], in_features=256).cuda()
+@pytest.mark.parametrize("name", ["block128", "tensorwise", "tensorwise_static", "w8a16"])
+def test_one_cast_gives_what_two_give(monkeypatch, name):
+    layer = make_layer(name, SHAPES["aligned"][1], in_features=256).cuda()
     layer.requantize_()
     x, grad_y = (tensor.cuda() for tensor in make_batch(layer, 256))
     once = run(layer, x, grad_y)
-    monkeypatch.setattr(type(layer), "_reads_once", lambda *_: False)
+    monkeypatch.setattr(type(layer), "_casts_once", lambda *_: False)
     for mine, theirs in zip(once, run(layer, x, grad_y), strict=True):
         assert mine is theirs is None or torch.equal(mine, theirs)
 

@@ -72,17 +72,24 @@ def test_a_forward_only_recipe_keeps_no_transpose(called):
         assert close(layer(x), hat(x, (1, None)) @ weight_hat(layer, "fp8_channel", (1, None)).T)
 
 
-def test_casts_that_one_kernel_can_make_come_from_one_reading(called, monkeypatch):
+def test_one_cast_serves_two_products_where_it_can(called, monkeypatch):
     readings, both = [], linear.quantize_both
-    monkeypatch.setattr(linear, "quantize_both", lambda x, rounding: readings.append(x.shape) or both(x, rounding))
+    monkeypatch.setattr(linear, "quantize_both", lambda x, *more: readings.append(x.shape) or both(x, *more))
     layer = make_layer("block128", SHAPES["aligned"][1], in_features=256)
     run(layer, *make_batch(layer, 256))
     assert readings == [(256, 256), (256, 512)]  # X, dY
     run(layer, *make_batch(layer, 77))
     run(make_layer("w8a16", SHAPES["aligned"][1], in_features=256), *make_batch(layer, 256))
     assert readings[2:] == [(256, 512)]  # whose X is cast for WGrad alone
-    layer, batch = make_layer("block128", SHAPES["aligned"][1], in_features=256), make_batch(layer, 256)
+    run(make_layer("tensorwise_static", SHAPES["aligned"][1], in_features=256), *make_batch(layer, 256))
+    assert readings[3:] == [(256, 512)]  # whose X has a frozen scale in FProp
+
+
+@pytest.mark.parametrize("name", ["block128", "tensorwise", "tensorwise_static", "w8a16"])
+def test_one_cast_gives_what_two_give(called, monkeypatch, name):
+    layer = make_layer(name, SHAPES["aligned"][1], in_features=256)
+    batch = make_batch(layer, 256)
     once = run(layer, *batch)
-    monkeypatch.setattr(FP8Linear, "_reads_once", lambda *_: False)
+    monkeypatch.setattr(FP8Linear, "_casts_once", lambda *_: False)
     for mine, theirs in zip(once, run(layer, *batch), strict=True):
         assert mine is theirs is None or (torch.equal(mine, theirs) and mine.abs().sum() > 0)
