@@ -161,6 +161,7 @@ def quantize_both(
         splits: widths of the fused projections along K, multiples of 128.
     """
     T, K = x.shape
+    x = x if x.stride(1) == 1 else x.contiguous()  # a gradient may be expanded
     if quant_block == BLOCK_1X128:
         (q, scale), (q_t, scale_t) = cast_both(x, rounding)
         along = QuantizedMatrix(q, scale, range(T + 1), block_edges(K), BLOCK_1X128)

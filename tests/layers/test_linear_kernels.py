@@ -93,3 +93,12 @@ def test_one_cast_gives_what_two_give(called, monkeypatch, name):
     monkeypatch.setattr(FP8Linear, "_casts_once", lambda *_: False)
     for mine, theirs in zip(once, run(layer, *batch), strict=True):
         assert mine is theirs is None or (torch.equal(mine, theirs) and mine.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("T", [77, 128])
+def test_an_expanded_gradient_is_as_good_as_any(called, name, T):
+    layer = make_layer(name, SHAPES["aligned"][1], in_features=256)
+    x, grad_y = make_batch(layer, T)[0], torch.ones((), dtype=torch.bfloat16).expand(T, 512)
+    for mine, theirs in zip(run(layer, x, grad_y), run(layer, x, grad_y.contiguous()), strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs)
