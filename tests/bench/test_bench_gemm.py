@@ -56,6 +56,7 @@ def test_a_recipe_without_a_backward_does_not_train(monkeypatch):
 
 def test_the_command_prints_gains_verdict_and_kernels(monkeypatch):
     monkeypatch.setattr(gemm, "bench_gemm", lambda *_: iter([gain("qkv_proj", "train", 8192, 100.0, 50.0)]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     shown = CliRunner().invoke(app, ["bench", "gemm", "--model", MODEL])
     assert shown.exit_code == 0, shown.output
     for text in ("qkv_proj", "2.00x", "training with 8,192 tokens: 2.00x BF16", "train: a, b"):

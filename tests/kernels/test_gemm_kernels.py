@@ -80,3 +80,7 @@ def test_kernels_import_without_triton():
         "    sys.exit('no error')\n"
     )
     in_another_process("-c", script)
+
+
+def test_what_compute_sanitizer_watches_runs():
+    assert "every kernel ran on cpu" in in_another_process(REPO / "tests/kernels/small_shapes.py", "cpu")
