@@ -38,7 +38,7 @@ for M, N, K in ((1, 128, 128), (20, 200, 256), (150, 72, 384)):
     got = triton_gemm.triton_product("block", left.q, right.q, scale, right.scale, None, torch.float32) + bias
     assert got.shape == (M, N) and exact.abs().max() > 1
     assert (got.double() - exact).abs().max() < 1e-5 * exact.abs().max(), (M, N, K)
-    decoded = triton_gemm.decode_weight(right.q, right.scale)
+    decoded = triton_gemm.decode_weight(right.q, right.scale, K)
     assert torch.allclose(decoded.float(), right.dequantize(), rtol=2.0**-7, atol=0.0)  # it cuts BF16 off
     right.scale[0, 0] *= 2.0
     other = triton_gemm.triton_product("block", left.q, right.q, scale, right.scale, None, torch.float32)
