@@ -1,6 +1,6 @@
 """A linear layer in FP8: FP32 master, one quantisation of it per optimiser step, three GEMMs.
 
-    FProp   Y = X W^T      training, old logprobs, prefill and decode: the same bytes, the same exact sums
+    FProp   Y = X W^T      training, old logprobs, prefill and decode: the same bytes, the same sums
     DGrad  dX = dY W       straight through the quantisers
     WGrad  dW = dY^T X     X as it was saved, in FP8; accumulates into the FP32 master
 
