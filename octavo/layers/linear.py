@@ -123,11 +123,10 @@ class FP8Linear(nn.Module):
         block, rounding = self._weight_block(name), self.recipe.scale_rounding
         q, scale = getattr(self, name), getattr(self, f"{name}_scale")
         if self.uses_kernels and self._casts_both_ways(block):
-            weight_t = self.weight_t if name == self._dgrad_name else None
-            cast_128x128(self.weight.detach(), rounding, transposed=weight_t is not None, out=(q, weight_t, scale))
+            out = (q, self.weight_t, scale)
+            cast_128x128(self.weight.detach(), rounding, transposed=self.weight_t is not None, out=out)
             increment_version([q, scale])
-            if weight_t is not None:
-                self._transposed = _state(q)
+            self._transposed = _state(q)
         else:
             new = quantize_matrix(self.weight, block, rounding, row_splits=self.splits)
             q.copy_(new.q)

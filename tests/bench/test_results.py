@@ -60,6 +60,15 @@ def test_what_is_no_result_file_is_refused(tmp_path, content):
         read_results(tmp_path / "a.json")
 
 
+def test_worse_is_slower_or_longer(tmp_path, monkeypatch):
+    for name, change in (("a", 1.0), ("b", 1.1)):
+        monkeypatch.setenv("OUT", str(tmp_path / name))
+        write_results("r", "c", [row("speed", 10.0 * change), row("time", 10.0 * change, better="lower")])
+    paths = [tmp_path / name / "r.json" for name in "ab"]
+    assert [ratio for *_, ratio in compare(*paths)] == ["1.100", "1.100 worse"]
+    assert [ratio for *_, ratio in compare(*reversed(paths))] == ["0.909 worse", "0.909"]
+
+
 def test_figures_in_different_units_have_no_ratio(tmp_path):
     for name, unit in (("a", "us"), ("b", "ms")):
         (tmp_path / name).write_text(with_values(1.0).replace("us", unit))

@@ -47,6 +47,8 @@ for M, N, K in ((1, 128, 128), (20, 200, 256), (150, 72, 384)):
     assert (got.double() - exact).abs().max() < 1e-5 * exact.abs().max(), (M, N, K)
     decoded = triton_gemm.decode_weight(right.q, right.scale, K)
     assert torch.allclose(decoded.float(), right.dequantize(), rtol=2.0**-7, atol=0.0)  # it cuts BF16 off
+    part = triton_gemm.decode_weight(right.q, right.scale, K - 56)
+    assert part.is_contiguous() and torch.equal(part, decoded[:, : K - 56])
     right.scale[0, 0] *= 2.0
     other = triton_gemm.triton_product("block", left.q, right.q, scale, right.scale, None, torch.float32)
     assert (other + bias - got).abs()[:, :128].amax() > 0.01

@@ -99,6 +99,26 @@ def test_the_transposed_weight_is_of_the_bytes_whoever_wrote_them(called, monkey
     assert dgrad_is_of_its_bytes(copy.deepcopy(layer), *batch)
 
 
+def test_what_a_kernel_writes_counts_as_written(called, monkeypatch):
+    """A kernel raises no version counter of its own."""
+
+    def as_kernel(w, rounding, *, transposed, out):
+        linear_cast(w, rounding, transposed=transposed, out=tuple(t if t is None else t.data for t in out))
+
+    linear_cast = linear.cast_128x128
+    monkeypatch.setattr(linear, "cast_128x128", as_kernel)
+    layer = make_layer("block128", SHAPES["aligned"][1], in_features=256)
+    x, grad_y = make_batch(layer, 128)
+    layer(x.requires_grad_())
+    with torch.no_grad():
+        layer.weight.mul_(-1.5)
+    y = layer(x)
+    layer.requantize_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(grad_y)
+    assert dgrad_is_of_its_bytes(layer, x, grad_y)
+
+
 @pytest.mark.parametrize("square", ["fprop", "dgrad"])
 def test_the_transposed_weight_is_that_of_dgrad(called, square):
     """Where the two products quantise W differently."""
