@@ -237,9 +237,10 @@ def _is_full(edges: Sequence[int], multiple: int) -> bool:
 
 
 def _filled(q: Tensor, edges: Sequence[int], multiple: int) -> Tensor:
-    """[rows, K] with zeros after each block of K that is no multiple wide, K contiguous."""
+    """[rows, K] with zeros after each block of K that is no multiple wide, packed and aligned as bulk copies want."""
     if _is_full(edges, multiple):
-        return q if q.stride(1) == 1 else q.contiguous()
+        packed = q.stride() == (q.shape[1], 1) and q.data_ptr() % 16 == 0
+        return q if packed else q.clone(memory_format=torch.contiguous_format)
     width = sum(-(-(stop - start) // multiple) * multiple for start, stop in pairwise(edges))
     rows = q.shape[0]
     out = torch.zeros(rows, width, dtype=q.dtype, device=q.device)
