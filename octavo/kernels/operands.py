@@ -228,6 +228,8 @@ def kernel_operand(matrix: QuantizedMatrix) -> Operand:
         rows, edges = None, matrix.row_edges
         if not _is_full(edges, K_BLOCK):
             q, rows = _filled(q.T, edges, K_BLOCK).T.contiguous(), _places(tuple(edges), K_BLOCK, q.device)
+        if q is not matrix.q:  # `decode_gemm` reads a weight before the kernel just ahead of it is sure to have ended
+            torch.zeros((), device=q.device)
         return Operand(q, matrix.scale.contiguous(), matrix.column_edges, True, K_BLOCK, rows)
     return Operand(q, _spread(matrix.scale, matrix.row_edges, dim=0), matrix.column_edges, by_blocks)
 

@@ -216,7 +216,8 @@ class FP8Linear(nn.Module):
             return (_values(grad_y) @ self.backward_weight()).to(dtype)
         if isinstance(grad_y, Tensor):
             return grad_y @ self.weight_hp
-        return product(grad_y.operand(), self._prepared("dgrad", self._prepare_dgrad), dtype=dtype)
+        w = self._prepared("dgrad", self._prepare_dgrad)
+        return product(grad_y.operand(), w, dtype=dtype, backend="scaled_mm")
 
     def _wgrad(self, grad_y: QuantizedMatrix | Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         x = self.saved(saved_x)
@@ -225,7 +226,7 @@ class FP8Linear(nn.Module):
         if isinstance(grad_y, Tensor) or isinstance(x, Tensor):
             assert isinstance(grad_y, Tensor) and isinstance(x, Tensor)
             return torch.mm(grad_y.T, x, out_dtype=torch.float32)
-        return product(grad_y.T.operand(), x.T.operand(), dtype=torch.float32)
+        return product(grad_y.T.operand(), x.T.operand(), dtype=torch.float32, backend="scaled_mm")
 
     @property
     def uses_kernels(self) -> bool:
@@ -309,9 +310,7 @@ class FP8Linear(nn.Module):
         if not self.quantized:
             return grid_operand(self.weight_hp)
         weight = self.quantized_weight("weight_q")
-        if (
-            self.recipe.fprop.left is None and not self.uses_kernels
-        ):  # multiply bf16(q * scale); kernels do so themselves
+        if self.recipe.fprop.left is None and not self.uses_kernels:  # kernels round q * scale as they multiply
             return grid_operand(weight.dequantize().to(self._dtype))
         return weight.operand()
 

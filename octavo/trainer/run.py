@@ -179,7 +179,8 @@ def describe(policy: Decoder) -> str:
     kept = "nothing is FP8" if not recipe.quantizes else f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}"
     device = policy.embed_tokens.device
     kernels = device.type == "cuda" and recipe.high_precision == "bf16"
-    products = "products on the tensor cores of" if kernels else "FP8 simulated by exact sums on"
+    simulated = "FP8 simulated by exact sums on" if recipe.quantizes else "exact sums on"
+    products = "products on the tensor cores of" if kernels else simulated
     return (
         f"policy: {config.family}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}, "
         f"{kept}; {products} {device}"
