@@ -4,7 +4,7 @@ Every estimator subtracts a baseline of the prompt's own completions:
 
     grpo                          (R - mean) / (std + std_eps)                        arXiv:2402.03300, section 4.1.2
     grpo, scale_by_std false      R - mean                                            Dr.GRPO, arXiv:2503.20783
-    rloo                          R - mean of the others                              arXiv:2402.14740, section 3.2
+    rloo                          R - mean of the others                              arXiv:2402.14740
     reinforce_plus_plus_baseline  (R - mean), then normalised over the batch's tokens arXiv:2501.03262
 """
 
@@ -174,7 +174,7 @@ def subtract_kl(
     cu_seqlens: Tensor,
     coefficient: float,
 ) -> Tensor:
-    """The KL penalty in the reward, of PPO and REINFORCE++ (arXiv:2501.03262, eq. 5) without discount.
+    """The KL penalty in the reward, of PPO and REINFORCE++ (arXiv:2501.03262) without discount.
 
         A_t <- A_t - coefficient * sum over i >= t of k1_i,   k1_i = old_logprobs_i - ref_logprobs_i
 

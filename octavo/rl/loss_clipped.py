@@ -38,7 +38,7 @@ def ppo_clip(
 
         loss = -w min(r A, clamp(r, L, H) A),   r = exp(logprobs - old_logprobs)
 
-    With dual_clip c (Ye et al. 2020, arXiv:1912.09729, eq. 5) the minimum is at least c A where A < 0: a token that is
+    With dual_clip c (Ye et al. 2020, arXiv:1912.09729) the minimum is at least c A where A < 0: a token that is
     punished although it became much likelier costs no more than at a ratio of c.
 
     Args:

@@ -36,7 +36,7 @@ def reinforce(logprobs: Tensor, advantages: Tensor, weights: Tensor) -> Tensor:
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, ratio_cap: float, weights: Tensor) -> Tensor:
-    """Clipped importance weights (MiniMax 2025, arXiv:2506.13585, eq. 4): no token loses its gradient.
+    """Clipped importance weights (MiniMax 2025, arXiv:2506.13585): no token loses its gradient.
 
         loss = -w sg(min(r, C)) A logprobs,   r = exp(logprobs - old_logprobs)
 

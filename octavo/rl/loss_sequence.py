@@ -50,7 +50,7 @@ def gspo(
     loss_mask: Tensor,
     sequence_index: Tensor,
 ) -> Tensor:
-    """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071, eq. 5 and 7).
+    """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071).
 
         loss = -w min(s A, clamp(s, L, H) A),   s = exp(mean over the sequence of logprobs - old_logprobs)
 
@@ -81,7 +81,7 @@ def gspo_token(
     loss_mask: Tensor,
     sequence_index: Tensor,
 ) -> Tensor:
-    """GSPO-token (arXiv:2507.18071, eq. 13 and 14): the value of s, the gradient of the token alone.
+    """GSPO-token (arXiv:2507.18071): the value of s, the gradient of the token alone.
 
         loss = -w min(s' A, clamp(s', L, H) A),   s' = sg(s) exp(logprobs - sg(logprobs))
 
