@@ -108,11 +108,7 @@ class GSPO(ClipConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPOToken(ClipConfig):
+class GSPOToken(GSPO):
     """As gspo, with the gradient of each token weighted by its own advantage."""
 
     type_name: ClassVar[str] = "gspo_token"
-    clip_low: float = 3e-4
-    """The sequence's ratio earns nothing below 1 - clip_low. In [0, 1)."""
-    clip_high: float = 4e-4
-    """The sequence's ratio earns nothing above 1 + clip_high. At least 0."""

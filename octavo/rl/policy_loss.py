@@ -21,7 +21,7 @@ def fixed_bounds(config: LossConfig, clip_bounds: ClipBounds) -> ClipBounds | No
     """
     if isinstance(config, PPOClip):
         return clip_bounds
-    if isinstance(config, GSPO | GSPOToken):
+    if isinstance(config, GSPO):
         return config.bounds()
     return ClipBounds(low=0.0, high=config.ratio_cap) if isinstance(config, CISPO) else None
 
@@ -60,8 +60,8 @@ def policy_losses(
         dropped = dropped_tokens(config, logprobs, batch, bounds)
         return dppo(logprobs, old_logprobs, advantages, dropped, config.ratio_cap, weights)
     assert bounds is not None
-    if isinstance(config, GSPO | GSPOToken):
-        loss = gspo if isinstance(config, GSPO) else gspo_token
+    if isinstance(config, GSPO):
+        loss = gspo_token if isinstance(config, GSPOToken) else gspo
         return loss(logprobs, old_logprobs, advantages, bounds, weights, batch.loss_mask, batch.sequence_index)
     dual_clip = config.dual_clip if isinstance(config, PPOClip) else None
     return ppo_clip(logprobs, old_logprobs, advantages, bounds, weights, dual_clip)
@@ -77,7 +77,7 @@ def dropped_tokens(config: LossConfig, logprobs: Tensor, batch: Microbatch, boun
         return dropped(logprobs, old_logprobs, advantages, config.max_decrease, config.max_increase)
     if bounds is None:
         return torch.zeros_like(batch.loss_mask)
-    if isinstance(config, GSPO | GSPOToken):
+    if isinstance(config, GSPO):
         ratio = sequence_ratio(logprobs, old_logprobs, batch.loss_mask, batch.sequence_index)
         return beyond(ratio, advantages, bounds)
     ratio = torch.exp(logprobs - old_logprobs)

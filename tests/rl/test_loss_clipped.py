@@ -71,6 +71,11 @@ def test_dual_clip_and_its_gradient(ratio, advantage, loss, gradient):
     assert beyond(float64(ratio), advantages, BOUNDS, 3.0).item() == (gradient == 0.0)
 
 
+def test_dual_clip_concerns_punished_tokens_alone():
+    ratio, advantages = float64(1.2, 1.2), float64(1.0, -1.0)
+    assert beyond(ratio, advantages, BOUNDS, 1.1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("dual_clip", [1.0, 0.5, math.nan])
 def test_dual_clip_is_checked(dual_clip):
     with pytest.raises(ValueError, match=f"dual_clip .* above 1.* got {dual_clip}"):
