@@ -21,6 +21,7 @@ from octavo.trainer.divergence import StepRecord
 from octavo.trainer.evaluation import evaluate, evaluation_problems, sample_problems
 from octavo.trainer.metrics import Display
 from octavo.trainer.progress import Progress
+from octavo.trainer.rollout import pack, sample
 from octavo.trainer.run import load_reference, load_run, make_optimizer
 from octavo.trainer.train import train
 
@@ -142,9 +143,9 @@ def test_loss_and_its_gradient_match_the_formula(tmp_path):
     run = load_run(tiny_config(tmp_path / "run", algorithm__kl__coefficient=0.25), Display())
     reference = load_reference(run.config)
     problems = run.problems_of_step(0)
-    completions = loop.sample(run, problems, 0)
+    completions = sample(run, problems, 0)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
-    (batch,) = loop.pack(completions, advantages, num_mini_batches=1, microbatch_tokens=120)
+    (batch,) = pack(completions, advantages, num_mini_batches=1, microbatch_tokens=120)
     assert len(batch.microbatches) > 1
     batch = loop.annotate(run, reference, batch)
     with torch.no_grad():  # move the policy so that ratios, clipping and KL are not trivial

@@ -17,6 +17,7 @@ from octavo.trainer.divergence import StepRecord
 from octavo.trainer.metrics import Display
 from octavo.trainer.policy import packed_logprobs
 from octavo.trainer.progress import Progress
+from octavo.trainer.rollout import pack, sample
 from octavo.trainer.run import Run, load_reference, load_run, make_optimizer
 
 TINY_MODEL = Path(__file__).resolve().parents[2] / "examples/tiny/model"
@@ -116,7 +117,7 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
     run = make_run(tmp_path)
     problems = run.problems_of_step(0)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
-    (batch,) = loop.pack(loop.sample(run, problems, 0), advantages, num_mini_batches=1, microbatch_tokens=8192)
+    (batch,) = pack(sample(run, problems, 0), advantages, num_mini_batches=1, microbatch_tokens=8192)
     batch = shadow_of.annotate_shadow(run, loop.annotate(run, None, batch))
     (microbatch,) = batch.microbatches
     with torch.no_grad():  # ratios that are not all 1
@@ -140,7 +141,7 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
 def test_each_step_samples_with_its_own_seed(tmp_path):
     run = make_run(tmp_path)
     problems = run.problems_of_step(0)
-    first, again, other = (loop.sample(run, problems, step) for step in (0, 0, 1))
+    first, again, other = (sample(run, problems, step) for step in (0, 0, 1))
     assert first == again and first != other
 
 
