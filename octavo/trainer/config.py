@@ -23,6 +23,7 @@ from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.checkpoint import CheckpointConfig
 from octavo.trainer.optimizer import OptimizerConfig
 from octavo.trainer.trackers import TrackingConfig
+from octavo.trainer.watch import WatchConfig
 
 MAX_COMPLETIONS = 2**20
 """Of a step; their prompts alone would take minutes to list."""
@@ -270,6 +271,8 @@ class TrainConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     calibration: CalibrationConfig | None = field(default_factory=CalibrationConfig)
     """Calibrated clipping, for ppo_clip without dual_clip; null keeps the bounds of algorithm.clip."""
+    watch: WatchConfig | None = field(default_factory=WatchConfig)
+    """Early warning of a collapse, and what it leads to; null watches nothing."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -306,6 +309,14 @@ class TrainConfig:
             )
         if self.calibration is not None and (refusal := self.algorithm.calibration_refusal()):
             raise ValueError(f"{refusal}. Use calibration: null")
+        action = None if self.watch is None else self.watch.action
+        if action == "recalibrate" and self.calibration is None:
+            raise ValueError("watch.action=recalibrate wants a calibration. Use another action, or calibration: {}")
+        recipes = self.precision.rollout_recipe(), self.precision.train_recipe()
+        if action == "bf16_forward" and not any(recipe.quantizes for recipe in recipes):
+            raise ValueError(
+                f"watch.action=bf16_forward changes nothing under precision.recipe={self.precision.recipe}. Use another"
+            )
         if self.algorithm.overlong.buffer_tokens > rollout.max_completion_tokens:
             raise ValueError(
                 f"algorithm.overlong.buffer_tokens={self.algorithm.overlong.buffer_tokens} is more than "

@@ -24,7 +24,7 @@ from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import gathered_weights, packed_logprobs, weights_of
 from octavo.trainer.progress import Progress
 from octavo.trainer.rollout import batches, judge, logged_samples, rollout_metrics, sample, score
-from octavo.trainer.run import Run
+from octavo.trainer.run import TRAINING, Run
 from octavo.trainer.shadow import annotate_shadow, measure_shadow, shadow_wanted
 
 
@@ -50,16 +50,17 @@ def train_step(
     for decoder in run.decoders:
         decoder.freeze_activation_scales_()
     with clock.phase("rollout"):
-        problems = run.problems_of_step(step)  # P prompts
+        problems = run.problems(progress.next_prompt, config.rollout.prompts_per_step, progress.rollbacks)  # P prompts
         record.prompts = [encoded.problem.id for encoded in problems]
-        completions = sample(run, problems, step)  # P x G
+        completions = sample(run, problems, run.seed(TRAINING, step, progress.rollbacks))  # P x G
         rewards = score(run, problems, completions)  # [P, G]
         advantages, shaping = judge(config, completions, rewards)  # [P, G]
         mini_batches = batches(config, completions, advantages)  # microbatches of [T]
     metrics |= rollout_metrics(completions, rewards) | shaping
     record.samples = logged_samples(run, problems, completions, rewards, advantages)
 
-    measures = shadow_wanted(config, step)
+    bounds = config.start_bounds() if config.calibration is None else progress.bounds
+    measures = progress.recalibrate or shadow_wanted(config, step)
     with clock.phase("old_logprobs"):
         mini_batches = [annotate(run, reference, batch) for batch in mini_batches]  # old, ref logprobs
         metrics |= check_mismatch(run, mini_batches)
@@ -71,7 +72,7 @@ def train_step(
         for index, mini_batch in enumerate(mini_batches):
             record.mini_batch_index, record.mini_batch = index, mini_batch
             with clock.phase("update"):
-                logprobs, learned = accumulate(run, mini_batch, progress.bounds, advance)  # forward, loss, backward
+                logprobs, learned = accumulate(run, mini_batch, bounds, advance)  # forward, loss, backward
             if measures and mini_batch is mini_batches[-1]:
                 with clock.phase("shadow"):
                     metrics |= measure_shadow(run, mini_batch, logprobs, progress, step)  # before its update
@@ -79,6 +80,7 @@ def train_step(
                 learned |= optimizer.step()
                 for decoder in run.decoders:
                     decoder.requantize_()  # the engine's bytes too
+    progress.next_prompt += len(problems)
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)
     return metrics | learned

@@ -97,6 +97,11 @@ class Optimizer:
         self.update += 1
         return {"optimizer/grad_norm": norm.item(), "optimizer/lr": lr}
 
+    def restore(self, update: int) -> None:
+        """Go on from `update`, with the masters and moments that were copied in; gradients of a broken step go."""
+        self.update = update
+        self.adamw.zero_grad(set_to_none=True)
+
     def moments(self) -> dict[str, Tensor]:
         """The live moments and step counts of AdamW, as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`.
 

@@ -1,7 +1,7 @@
 """Where a run stands: what it needs, beside its config, to go on as if it had never stopped.
 
-The problem order and every sample are keyed by (seed, step), so their cursor is the number of steps done. What else
-moves is here, in the masters, in the optimiser's moments and in the static activation scales.
+The problem order is keyed by the seed and every sample by (seed, step). What else moves is here, in the masters, in the
+optimiser's moments and in the static activation scales.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
 from octavo.rl.calibration import CalibrationStatistics
 from octavo.rl.losses import ClipBounds
+from octavo.trainer.watch import SignalState, first_onset
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,8 @@ class Progress:
     """Of the ratio; calibrated clipping moves them."""
     next_step: int = 0
     """Steps done."""
+    next_prompt: int = 0
+    """Training problems drawn; place of the next in the order of all epochs."""
     pool: list[CalibrationStatistics] = field(default_factory=list)
     """Statistics measured since the last calibration."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
@@ -41,6 +44,14 @@ class Progress:
     """Name of the checkpoint that had it."""
     pending: dict[str, Any] | None = None
     """`metrics` and `samples` of the step before `next_step`, while its evaluation is to come and they wait for it."""
+    watch: dict[str, SignalState] = field(default_factory=dict)
+    """Early warning: what is known of each signal."""
+    recalibrate: bool = False
+    """The next step calibrates the bounds, due or not."""
+    bf16_steps_left: int = 0
+    """Steps for which rollout and training still run in BF16."""
+    rollbacks: int = 0
+    """Rollbacks behind this state; each goes on with other random numbers."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers; `from_json` gives back an equal Progress."""
@@ -49,10 +60,17 @@ class Progress:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Progress:
         """The inverse of `to_json`, also after JSON turned tuples into lists."""
-        values = {entry.name: data[entry.name] for entry in fields(cls)}
+        values = {entry.name: data[entry.name] for entry in fields(cls) if entry.name in data}
         values["bounds"] = ClipBounds(**values["bounds"])
         values["pool"] = [CalibrationStatistics.from_json(item) for item in values["pool"]]
+        values["watch"] = {name: SignalState(**state) for name, state in values.get("watch", {}).items()}
         return cls(**values)
+
+    @property
+    def sound_steps(self) -> int:
+        """Steps done before any signal was off, as far as is known now."""
+        onset = first_onset(self.watch)
+        return self.next_step if onset is None else onset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from octavo.rollout.engine import Completion
 from octavo.rollout.sampler import NonFiniteLogits
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.divergence import Diverged
-from octavo.trainer.run import TRAINING, EncodedProblem, Run
+from octavo.trainer.run import EncodedProblem, Run
 
 
-def sample(run: Run, problems: list[EncodedProblem], step: int) -> list[list[Completion]]:
+def sample(run: Run, problems: list[EncodedProblem], seed: int) -> list[list[Completion]]:
     """P groups of G completions with rollout_logprobs."""
     rollout = run.config.rollout
     with run.display.bar("rollout", len(problems) * rollout.group_size) as advance:
@@ -27,7 +27,7 @@ def sample(run: Run, problems: list[EncodedProblem], step: int) -> list[list[Com
                 rollout.sampling,
                 max_completion_tokens=rollout.max_completion_tokens,
                 group_size=rollout.group_size,
-                seed=run.seed(TRAINING, step),
+                seed=seed,
                 progress=run.on_step(advance),
             )
         except NonFiniteLogits as error:

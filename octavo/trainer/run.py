@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from octavo.models.checkpoint import load_decoder, weight_files
 from octavo.models.decoder import Decoder
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
+from octavo.numerics.recipe import get_recipe
 from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import uniform_bits
 from octavo.tasks.problem import Problem, Task
@@ -28,7 +29,7 @@ from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.precision import check_live, declared_flow, flow_lines
 
-TRAINING, EVALUATION = 0, 1
+TRAINING, EVALUATION, ROLLBACK = 0, 1, 2
 """Streams of random numbers."""
 
 
@@ -70,15 +71,20 @@ class Run:
         """All that read the masters: the policy and, where the rollout is another forward, the engine's own."""
         return list(dict.fromkeys([self.policy, self.engine.decoder]))
 
-    def seed(self, stream: int, step: int) -> int:
+    def seed(self, stream: int, step: int, rollbacks: int = 0) -> int:
         """Of the engine's random numbers in one step."""
-        return uniform_bits(self.config.seed, stream, step)
+        return uniform_bits(self.training_seed(rollbacks), stream, step)
 
-    def problems_of_step(self, step: int) -> list[EncodedProblem]:
-        """P training problems; each epoch is a new permutation. Depends on the seed and the step only."""
-        total, size = len(self.train_problems), self.config.rollout.prompts_per_step
-        places = range(step * size, (step + 1) * size)
-        return [self.train_problems[_permutation(total, self.config.seed, i // total)[i % total]] for i in places]
+    def training_seed(self, rollbacks: int) -> int:
+        """The run's seed, and after each rollback another."""
+        return uniform_bits(self.config.seed, ROLLBACK, rollbacks) if rollbacks else self.config.seed
+
+    def problems(self, place: int, count: int, rollbacks: int = 0) -> list[EncodedProblem]:
+        """Training problems from a place in the order of all epochs on; each epoch is a new permutation."""
+        total, seed = len(self.train_problems), self.training_seed(rollbacks)
+        return [
+            self.train_problems[_permutation(total, seed, i // total)[i % total]] for i in range(place, place + count)
+        ]
 
     def decode(self, tokens: list[int]) -> str:
         """Text of a completion, without special tokens."""
@@ -185,6 +191,16 @@ def describe(policy: Decoder) -> str:
         f"policy: {config.family}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}, "
         f"{kept}; {products} {device}"
     )
+
+
+def in_bf16(run: Run) -> Run:
+    """The run with rollout and training both in BF16, on the same masters, between plain bounds.
+
+    Its decoder re-quantises itself alone; re-quantise the others when the run is back with them.
+    """
+    policy = run.policy.with_recipe(get_recipe("bf16"))
+    engine = Engine(policy, run.config.rollout.engine, tuple(run.engine.stop_token_ids))
+    return replace(run, config=replace(run.config, calibration=None), policy=policy, engine=engine)
 
 
 def make_optimizer(run: Run) -> Optimizer:

@@ -44,18 +44,19 @@ def measure_shadow(run: Run, mini_batch: MiniBatch, logprobs: Tensor, progress: 
     ratio, shadow_ratio = torch.exp(logprobs - old), torch.exp(shadow - shadow_old)
     metrics: dict[str, Any] = overclip_metrics(ratio, shadow_ratio, advantages, mask, config.algorithm.clip)
     metrics |= amplification(logprobs, shadow, old, shadow_old, mask)
-    if config.calibration is None or not calibration.measured(step, config.calibration):
+    if config.calibration is None or not (progress.recalibrate or calibration.measured(step, config.calibration)):
         return metrics
     weights = gathered_weights(config, mini_batch)
     progress.pool.append(
         calibration.measure(ratio, shadow_ratio, weights, advantages, mask, config.algorithm.clip, config.calibration)
     )
-    if calibration.due(step, config.calibration):
+    if progress.recalibrate or calibration.due(step, config.calibration):
         statistics = sum(progress.pool[1:], progress.pool[0])
         result = calibration.calibrate(progress.bounds, statistics, config.calibration)
         metrics |= calibration.to_metrics(progress.bounds, statistics, result)
         progress.bounds = result.bounds
         progress.pool.clear()
+        progress.recalibrate = False
     return metrics
 
 

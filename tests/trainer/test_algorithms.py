@@ -91,7 +91,7 @@ def test_bounds_are_chosen_for_the_mini_batch_however_it_is_split(tmp_path):
             algorithm__loss={"type": "m2po", "budget": 0.002},
         )
         run = load_run(config, Display())
-        completions = sample(run, run.problems_of_step(0), 0)
+        completions = sample(run, run.problems(0, 4), 0)
         advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4).T
         first, _ = [loop.annotate(run, None, batch) for batch in batches(config, completions, advantages)]
         assert (len(first.microbatches) > 1) == (microbatch_tokens == 60)
@@ -117,7 +117,7 @@ def test_kl_in_the_reward_changes_advantages_and_no_loss(tmp_path):
         for parameter in run.policy.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     run.policy.requantize_()
-    completions = sample(run, run.problems_of_step(0), 0)
+    completions = sample(run, run.problems(0, 4), 0)
     (batch, _) = batches(config, completions, torch.linspace(-1.0, 1.0, 16).view(4, 4))
     annotated = loop.annotate(run, reference, batch)
     for before, after in zip(batch.microbatches, annotated.microbatches, strict=True):
@@ -136,7 +136,7 @@ def test_long_completions_are_penalised_and_truncated_ones_leave_the_loss(tmp_pa
     overlong = {"buffer_tokens": 8, "penalty": 0.5, "filter_truncated": True}
     config = tiny_config(tmp_path / "run", calibration=None, algorithm__overlong=overlong)
     run = load_run(config, Display())
-    completions = sample(run, run.problems_of_step(0), 0)
+    completions = sample(run, run.problems(0, 4), 0)
     lengths = torch.tensor([[len(c.tokens) for c in group] for group in completions])
     completions[0] = [replace(c, finish_reason="length") for c in completions[0]]
     rewards = torch.ones(4, 4)

@@ -142,7 +142,7 @@ def test_one_flipped_kv_byte_stops_the_run_or_shows_in_the_metrics(tmp_path, mon
 def test_loss_and_its_gradient_match_the_formula(tmp_path):
     run = load_run(tiny_config(tmp_path / "run", algorithm__kl__coefficient=0.25), Display())
     reference = load_reference(run.config)
-    problems = run.problems_of_step(0)
+    problems = run.problems(0, 4)
     completions = sample(run, problems, 0)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
     (batch,) = pack(completions, advantages, num_mini_batches=1, microbatch_tokens=120)

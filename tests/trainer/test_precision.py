@@ -96,7 +96,7 @@ def test_an_allowed_mismatch_is_printed_measured_and_corrected(tmp_path, capsys)
 
 def test_importance_weights_of_an_allowed_mismatch_are_not_all_one(tmp_path):
     run = load_run(split_config(tmp_path, allow_mismatch=True, **SPLIT), Display())
-    completions = sample(run, run.problems_of_step(0), 0)
+    completions = sample(run, run.problems(0, 4), 0)
     (batch,) = pack(completions, torch.ones(4, 4), num_mini_batches=1, microbatch_tokens=10_000)
     batch = loop.annotate(run, None, batch)
     mask, old, rollout = (batch.gather(name) for name in ("loss_mask", "old_logprobs", "rollout_logprobs"))

@@ -115,7 +115,7 @@ def test_pool_is_emptied_by_a_calibration(tmp_path):
 
 def test_importance_weights_scale_loss_and_statistics(tmp_path):
     run = make_run(tmp_path)
-    problems = run.problems_of_step(0)
+    problems = run.problems(0, 4)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
     (batch,) = pack(sample(run, problems, 0), advantages, num_mini_batches=1, microbatch_tokens=8192)
     batch = shadow_of.annotate_shadow(run, loop.annotate(run, None, batch))
@@ -140,7 +140,7 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
 
 def test_each_step_samples_with_its_own_seed(tmp_path):
     run = make_run(tmp_path)
-    problems = run.problems_of_step(0)
+    problems = run.problems(0, 4)
     first, again, other = (sample(run, problems, step) for step in (0, 0, 1))
     assert first == again and first != other
 
