@@ -10,6 +10,8 @@ from octavo.numerics.recipe import FORWARD_ONLY, Recipe, RecipeName, StorageForm
 from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from octavo.rl.calibration import CalibrationConfig
 from octavo.rl.corrections import IcePop, SequenceMask, SequenceTIS
+from octavo.rl.dynamic_sampling import DynamicSamplingConfig
+from octavo.rl.gae import GAEConfig
 from octavo.rl.loss_clipped import BAPO, M2PO, PPOClip
 from octavo.rl.loss_likelihood import CISPO, DPPOKL, DPPOTV, Reinforce
 from octavo.rl.loss_sequence import GSPO, GSPOToken
@@ -21,6 +23,7 @@ from octavo.tasks.arithmetic import ArithmeticConfig
 from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.checkpoint import CheckpointConfig
+from octavo.trainer.critic_config import CriticConfig
 from octavo.trainer.optimizer import OptimizerConfig
 from octavo.trainer.trackers import TrackingConfig
 from octavo.trainer.watch import WatchConfig
@@ -160,7 +163,7 @@ class RolloutConfig:
 class AlgorithmConfig:
     """How rewards become a loss."""
 
-    advantage: GRPOConfig | RLOOConfig | ReinforcePlusPlusConfig = field(default_factory=GRPOConfig)
+    advantage: GRPOConfig | RLOOConfig | ReinforcePlusPlusConfig | GAEConfig = field(default_factory=GRPOConfig)
     """The baseline that rewards are compared with."""
     loss: PPOClip | GSPO | GSPOToken | CISPO | BAPO | DPPOTV | DPPOKL | M2PO | Reinforce = field(
         default_factory=PPOClip
@@ -178,6 +181,8 @@ class AlgorithmConfig:
     """Penalty on the distance to the model that training started from; coefficient 0 loads no reference."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Long and truncated completions."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Drop groups of equal rewards and draw more prompts in their place; null trains on every group."""
 
     def __post_init__(self) -> None:
         if self.tis_cap < 1.0:
@@ -186,6 +191,11 @@ class AlgorithmConfig:
             raise ValueError(
                 f"tis_cap={self.tis_cap} caps the token weights that correction.type={self.correction.type_name} "
                 f"replaces. Leave tis_cap out, or use correction: null"
+            )
+        if isinstance(self.advantage, GAEConfig) and self.dynamic_sampling is not None:
+            raise ValueError(
+                "dynamic_sampling drops groups of equal rewards, from which advantage.type=gae learns as well. Use "
+                "dynamic_sampling: null"
             )
         if not isinstance(self.loss, PPOClip) and self.clip != ClipConfig():
             raise ValueError(
@@ -271,6 +281,8 @@ class TrainConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     calibration: CalibrationConfig | None = field(default_factory=CalibrationConfig)
     """Calibrated clipping, for ppo_clip without dual_clip; null keeps the bounds of algorithm.clip."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Of PPO, which algorithm.advantage.type=gae makes it."""
     watch: WatchConfig | None = field(default_factory=WatchConfig)
     """Early warning of a collapse, and what it leads to; null watches nothing."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -287,7 +299,7 @@ class TrainConfig:
             if path.startswith("~"):  # a shell leaves it so behind key=
                 raise ValueError(f"{name}={path!r} would be a folder named ~ here. Write $HOME, or the whole path")
         advantage = self.algorithm.advantage
-        if rollout.group_size == 1 and not isinstance(advantage, GRPOConfig):
+        if rollout.group_size == 1 and not isinstance(advantage, GRPOConfig | GAEConfig):
             raise ValueError(
                 f"rollout.group_size=1 leaves algorithm.advantage.type={advantage.type_name} no other completion to "
                 f"compare with. Use rollout.group_size >= 2, as 8"
@@ -296,6 +308,20 @@ class TrainConfig:
             raise ValueError(
                 "rollout.group_size=1 has no standard deviation to divide by (algorithm.advantage.scale_by_std=true). "
                 "Use rollout.group_size >= 2, as 8"
+            )
+        if rollout.group_size == 1 and self.algorithm.dynamic_sampling is not None:
+            raise ValueError(
+                "rollout.group_size=1 makes the rewards of a group equal, and algorithm.dynamic_sampling drops such "
+                "groups. Use rollout.group_size >= 2, as 8"
+            )
+        if not isinstance(advantage, GAEConfig) and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic is set, and algorithm.advantage.type={advantage.type_name} has none. Use gae, or leave it out"
+            )
+        if self.critic.warmup_steps >= trainer.num_steps:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps} are all of trainer.num_steps={trainer.num_steps}, and "
+                f"the policy never learns. Lower it"
             )
         if rollout.prompts_per_step % trainer.num_mini_batches:
             raise ValueError(

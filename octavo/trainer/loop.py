@@ -15,21 +15,28 @@ from octavo.rl.advantages import subtract_kl
 from octavo.rl.batch import Microbatch, MiniBatch
 from octavo.rl.corrections import correction_metrics
 from octavo.rl.entropy import entropy_metrics
+from octavo.rl.gae import GAEConfig
 from octavo.rl.loss_clipped import BAPO, M2PO
 from octavo.rl.losses import ClipBounds, clip_metrics, kl_estimate, reduce_loss
 from octavo.rl.mismatch import mismatch_by_position, mismatch_metrics
 from octavo.rl.policy_loss import chosen_bounds, dropped_tokens, fixed_bounds, policy_losses
+from octavo.trainer.critic import CriticLearner, judge_tokens, learn_values, warms_up
 from octavo.trainer.divergence import Diverged, StepRecord
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import gathered_weights, packed_logprobs, weights_of
 from octavo.trainer.progress import Progress
-from octavo.trainer.rollout import batches, judge, logged_samples, rollout_metrics, sample, score
-from octavo.trainer.run import TRAINING, Run
+from octavo.trainer.rollout import batches, collect, judge, logged_samples, rollout_metrics
+from octavo.trainer.run import Run
 from octavo.trainer.shadow import annotate_shadow, measure_shadow, shadow_wanted
 
 
 def train_step(
-    run: Run, optimizer: Optimizer, reference: Decoder | None, progress: Progress, record: StepRecord
+    run: Run,
+    optimizer: Optimizer,
+    reference: Decoder | None,
+    progress: Progress,
+    record: StepRecord,
+    critic: CriticLearner | None = None,
 ) -> dict[str, Any]:
     """One rollout and its optimiser steps.
 
@@ -37,6 +44,7 @@ def train_step(
         run, optimizer, reference: what is trained, and the frozen model of the KL penalty.
         progress: its bounds and pool move when calibration is due.
         record: the clock of the step, and what to save should it fail.
+        critic: of PPO.
 
     Returns:
         The step's metrics.
@@ -46,24 +54,25 @@ def train_step(
         Diverged: a logit, loss, gradient or weight is not finite.
     """
     config, policy, clock, step = run.config, run.policy, record.clock, record.step
-    metrics: dict[str, Any] = {}
+    metrics: dict[str, Any]
     for decoder in run.decoders:
         decoder.freeze_activation_scales_()
     with clock.phase("rollout"):
-        problems = run.problems(progress.next_prompt, config.rollout.prompts_per_step, progress.rollbacks)  # P prompts
-        record.prompts = [encoded.problem.id for encoded in problems]
-        completions = sample(run, problems, run.seed(TRAINING, step, progress.rollbacks))  # P x G
-        rewards = score(run, problems, completions)  # [P, G]
-        advantages, shaping = judge(config, completions, rewards)  # [P, G]
-        mini_batches = batches(config, completions, advantages)  # microbatches of [T]
-    metrics |= rollout_metrics(completions, rewards) | shaping
-    record.samples = logged_samples(run, problems, completions, rewards, advantages)
+        drawn, groups, metrics = collect(run, progress, record)  # P prompts, P x G completions, rewards [P, G]
+        advantages = judge(config, groups)  # [P, G]
+        mini_batches = batches(config, groups.completions, advantages)  # microbatches of [T]
+    metrics |= rollout_metrics(config, drawn)
+    record.samples = logged_samples(run, groups, advantages)
 
     bounds = config.start_bounds() if config.calibration is None else progress.bounds
     measures = progress.recalibrate or shadow_wanted(config, step)
     with clock.phase("old_logprobs"):
         mini_batches = [annotate(run, reference, batch) for batch in mini_batches]  # old, ref logprobs
         metrics |= check_mismatch(run, mini_batches)
+    if critic is not None:
+        with clock.phase("critic"):
+            mini_batches = judge_tokens(run, critic, mini_batches)  # values, token advantages, returns
+            metrics |= learn_values(config, critic, mini_batches)
     if measures:
         with clock.phase("shadow"):
             mini_batches[-1] = annotate_shadow(run, mini_batches[-1])  # BF16 shadow, old
@@ -77,10 +86,10 @@ def train_step(
                 with clock.phase("shadow"):
                     metrics |= measure_shadow(run, mini_batch, logprobs, progress, step)  # before its update
             with clock.phase("update"):
-                learned |= optimizer.step()
+                learned |= optimizer.skip() if warms_up(config, step) else optimizer.step()
                 for decoder in run.decoders:
                     decoder.requantize_()  # the engine's bytes too
-    progress.next_prompt += len(problems)
+    progress.next_prompt += len(drawn.problems)
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)
     return metrics | learned
@@ -99,7 +108,7 @@ def annotate(run: Run, reference: Decoder | None, mini_batch: MiniBatch) -> Mini
             return replace(microbatch, old_logprobs=old_logprobs)
         ref_logprobs, _ = packed_logprobs(reference, microbatch, temperature)
         advantages = microbatch.advantages
-        if kl.placement == "reward":
+        if kl.placement == "reward" and not isinstance(run.config.algorithm.advantage, GAEConfig):
             mask, edges = microbatch.loss_mask, microbatch.cu_seqlens
             advantages = subtract_kl(advantages, old_logprobs, ref_logprobs, mask, edges, kl.coefficient)
         return replace(microbatch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, advantages=advantages)

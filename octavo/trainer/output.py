@@ -171,7 +171,7 @@ class RunFolder:
 
         Args:
             config: of the run.
-            num_parameters: masters of the policy.
+            num_parameters: masters of the policy, and of a critic.
             model_bytes: of the model folder that the run will leave.
             replace: an earlier run that is there is cleared even without `overwrite`.
 

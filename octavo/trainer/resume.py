@@ -24,12 +24,13 @@ from octavo.trainer.checkpoint import (
 )
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import differences, from_dict, to_dict
+from octavo.trainer.critic import CriticLearner, updates_per_step
 from octavo.trainer.metrics import StepClock
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress
 from octavo.trainer.rollback import Rollback, pending_rollback
-from octavo.trainer.run import Run, in_bf16, model_fingerprint, problems_fingerprint
+from octavo.trainer.run import Run, in_bf16, model_fingerprint, policy_steps, problems_fingerprint
 
 FREE_TO_CHANGE = ("output_dir", "overwrite", "checkpoint", "tracking")
 """Keys and sections that change no number of a run, so a resume may have others without asking."""
@@ -104,6 +105,7 @@ class Session:
     reference: Decoder | None
     folder: RunFolder
     progress: Progress
+    critic: CriticLearner | None = None
 
     _saved: str | None = None
     """Name of the checkpoint of this very state."""
@@ -146,6 +148,7 @@ class Session:
         state = {
             "progress": progress.to_json() | {"best_checkpoint": kept},
             "policy_version": self.optimizer.update,
+            "critic_version": 0 if self.critic is None else self.critic.optimizer.update,
             "sizes": {file.path.name: file.flush() for file in (self.folder.metrics, self.folder.samples)},
             "config": to_dict(config),
             "fingerprints": self._fingerprints,
@@ -191,9 +194,11 @@ class Session:
         drawn = step * state["config"]["rollout"]["prompts_per_step"]  # before octavo counted them
         self.progress = Progress.from_json({"next_prompt": drawn} | state["progress"])
         self._saved, self._bf16 = checkpoint.path.name, None
-        trainer = self.run.config.trainer  # of a changed config too, whose other updates the schedule must not count
-        updates_left = (trainer.num_steps - self.progress.next_step) * trainer.num_mini_batches
+        config = self.run.config  # of a changed config too, whose other updates the schedule must not count
+        updates_left = policy_steps(config, done=step) * config.trainer.num_mini_batches
         self.optimizer.num_updates = self.optimizer.update + updates_left
+        if self.critic is not None:
+            self.critic.restore(state["critic_version"], (config.trainer.num_steps - step) * updates_per_step(config))
         state_of.restore_random_states(state["random_states"])
 
         notes = [f"damaged and set aside: {text}" for text in point.damage]
@@ -226,11 +231,14 @@ class Session:
             progress.best_checkpoint, progress.best_accuracy = None, -1.0
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        return {
+        groups: dict[str, Mapping[str, Tensor]] = {
             "policy": {name: parameter.detach() for name, parameter in self.run.policy.named_parameters()},
             "optimizer": self.optimizer.moments(),
             "scales": state_of.static_scales(self.run.decoders),
         }
+        if self.critic is not None:
+            groups |= {"critic": self.critic.parameters(), "critic_optimizer": self.critic.optimizer.moments()}
+        return groups
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:

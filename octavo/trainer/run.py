@@ -206,8 +206,13 @@ def in_bf16(run: Run) -> Run:
 def make_optimizer(run: Run) -> Optimizer:
     """AdamW over all masters of the policy."""
     trainer = run.config.trainer
-    num_updates = trainer.num_steps * trainer.num_mini_batches
+    num_updates = policy_steps(run.config) * trainer.num_mini_batches
     return Optimizer(dict(run.policy.named_parameters()), run.config.optimizer, num_updates)
+
+
+def policy_steps(config: TrainConfig, done: int = 0) -> int:
+    """Steps after the first `done` in which the policy learns: all but the critic's warm-up."""
+    return config.trainer.num_steps - max(done, config.critic.warmup_steps)
 
 
 def load_reference(config: TrainConfig) -> Decoder | None:

@@ -13,6 +13,7 @@ from octavo.models.checkpoint import save_decoder
 from octavo.rl.policy_loss import fixed_bounds
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import to_dict
+from octavo.trainer.critic import load_critic
 from octavo.trainer.divergence import Diagnosed, Diverged, StepRecord, save_diagnosis
 from octavo.trainer.evaluation import evaluate
 from octavo.trainer.interrupt import Interrupted, StopRequested
@@ -54,6 +55,7 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
             reference=load_reference(config),
             folder=folder,
             progress=Progress(bounds=config.start_bounds()),
+            critic=load_critic(run),
         )
         open_folder(session, point, resume, allow_changes)
         start_step = session.progress.next_step - (session.progress.pending is not None)
@@ -77,7 +79,10 @@ def open_folder(session: Session, point: ResumePoint | None, resume: bool, allow
         if resume:
             run.display.line(f"no checkpoint in {folder.path}: starting from the beginning")
         num_parameters = sum(parameter.numel() for parameter in run.policy.parameters())
-        folder.create(run.config, num_parameters, num_parameters * run.policy.dtype.itemsize, replace=resume)
+        model_bytes = num_parameters * run.policy.dtype.itemsize
+        if session.critic is not None:
+            num_parameters += sum(tensor.numel() for tensor in session.critic.parameters().values())
+        folder.create(run.config, num_parameters, model_bytes, replace=resume)
     folder.write("config.yaml", yaml.safe_dump(to_dict(run.config), sort_keys=False))
     folder.write("precision.json", run.flow.to_json())
 
@@ -137,7 +142,7 @@ def one_step(session: Session) -> dict[str, Any]:
     metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
     try:
         with diagnosed(session, record):
-            metrics |= train_step(run, session.optimizer, session.reference, progress, record)
+            metrics |= train_step(run, session.optimizer, session.reference, progress, record, session.critic)
     except StopRequested:
         before.restore(run.decoders)
         raise

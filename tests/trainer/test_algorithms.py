@@ -12,7 +12,7 @@ from octavo.rl.advantages import subtract_kl
 from octavo.trainer import loop
 from octavo.trainer.config_file import to_dict
 from octavo.trainer.metrics import Display
-from octavo.trainer.rollout import batches, judge, sample
+from octavo.trainer.rollout import Groups, batches, judge, rollout_metrics, sample
 from octavo.trainer.run import load_reference, load_run
 from octavo.trainer.train import train
 
@@ -140,7 +140,8 @@ def test_long_completions_are_penalised_and_truncated_ones_leave_the_loss(tmp_pa
     lengths = torch.tensor([[len(c.tokens) for c in group] for group in completions])
     completions[0] = [replace(c, finish_reason="length") for c in completions[0]]
     rewards = torch.ones(4, 4)
-    advantages, metrics = judge(config, completions, rewards)
+    groups = Groups(problems=[], completions=completions, rewards=rewards)
+    advantages, metrics = judge(config, groups), rollout_metrics(config, groups)
     penalty = 0.5 * ((lengths - 8) / 8).clamp(0, 1)  # the limit is 16
     shaped = rewards - penalty
     wanted = (shaped - shaped.mean(dim=1, keepdim=True)) / (shaped.std(dim=1, keepdim=True) + 1e-6)

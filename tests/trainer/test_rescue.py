@@ -11,7 +11,7 @@ from rescue_runs import damage_after, watched_run
 from rich.console import Console
 from training_runs import in_a_child, read_lines, same_run, signal_at, train_quietly, without_times
 
-from octavo.trainer import loop, rescue, train
+from octavo.trainer import loop, rescue, rollout, train
 from octavo.trainer.checkpoint import list_checkpoints
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
@@ -200,7 +200,7 @@ def test_recalibrate_calibrates_in_the_next_step_also_after_a_resume(tmp_path, m
     alarm_at(monkeypatch, 1)
     config = short_run(tmp_path / "run", "recalibrate", **changes)
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        signal_at(patch, loop, "sample", 3, signal.SIGTERM)
+        signal_at(patch, rollout, "sample", 3, signal.SIGTERM)
         run(config)
     run(config, resume=True)
     lines = read_lines(tmp_path / "run/metrics.jsonl")
