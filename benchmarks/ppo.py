@@ -2,8 +2,8 @@
 
     python benchmarks/ppo.py        writes benchmarks/results/ppo.json; about a quarter of an hour on one CPU thread
 
-Both are examples/demo.yaml with half the prompts and without calibration, 40 steps; PPO with a critic in BF16 that starts
-from the policy's model and learns alone for two steps.
+Both are examples/demo.yaml with half the prompts and without calibration, 40 steps; PPO with a critic in BF16 that
+starts from the policy's model and learns alone for two steps.
 """
 
 from __future__ import annotations

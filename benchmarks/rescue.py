@@ -2,7 +2,7 @@
 
     python benchmarks/rescue.py        writes benchmarks/results/rescue.json; about half an hour on one CPU thread
 
-Every run is examples/demo.yaml with half the prompts, 60 steps and watch.action=rollback. From step 30 on each update
+Every run is examples/demo.yaml with half the prompts, 50 steps and watch.action=rollback. From step 25 on each update
 of a damaged run is followed by more damage, until the run is rolled back:
 
     weights   noise on every matrix, 0.1, 0.2, 0.3 ... of its standard deviation
@@ -35,7 +35,7 @@ from octavo.trainer.metrics import Display
 from octavo.trainer.resume import Session
 
 REPO = Path(__file__).resolve().parents[1]
-NUM_STEPS, DAMAGED_FROM, LAST = 60, 30, 10
+NUM_STEPS, DAMAGED_FROM, LAST = 50, 25, 10
 SETTINGS = [
     f"trainer.num_steps={NUM_STEPS}",
     "rollout.prompts_per_step=8",

@@ -163,15 +163,15 @@ def _bound_move(metrics: Mapping[str, Any]) -> float | None:
 
 SIGNALS: dict[str, Signal] = {
     "bound drift": Signal(read=_bound_move, floor=0.02),
-    "over-clip share": Signal(read=_log("overclip/low_share", "overclip/high_share", offset=0.01), floor=0.25),
-    "high-entropy share": Signal(read=_log("policy/entropy_above_1_share", offset=0.01), floor=0.25),
+    "over-clip share": Signal(read=_log("overclip/low_share", "overclip/high_share", offset=0.05), floor=0.25),
+    "high-entropy share": Signal(read=_log("policy/entropy_above_1_share", offset=0.05), floor=0.25),
     "mismatch": Signal(read=_log("mismatch/mean_abs_logprob_diff", offset=1e-4), floor=0.25),
-    "clip share": Signal(read=_log("loss/clip_fraction", offset=0.01), floor=0.25),
+    "clip share": Signal(read=_log("loss/clip_fraction", offset=0.05), floor=0.25),
     "gradient norm": Signal(read=_log("optimizer/grad_norm", offset=1e-12), floor=0.25),
     "ratio std": Signal(read=_log("policy/ratio_std", offset=1e-3), floor=0.25),
     "reward": Signal(read=lambda metrics: -metrics["reward/mean"], floor=0.02),
 }
-"""Of shares, norms and spreads the logarithm: a quarter more or less is nothing."""
+"""Of shares, norms and spreads the logarithm: a quarter more or less is nothing, nor are a few hundredths of a share."""
 
 
 def observe(states: dict[str, SignalState], metrics: Mapping[str, Any], step: int, config: WatchConfig) -> Alarm | None:

@@ -83,10 +83,10 @@ HEALTHY = {
     "name, key, value",
     [
         ("bound drift", "calibration/high", 1.7),
-        ("over-clip share", "overclip/low_share", 0.3),
+        ("over-clip share", "overclip/low_share", 0.5),
         ("high-entropy share", "policy/entropy_above_1_share", 0.6),
         ("mismatch", "mismatch/mean_abs_logprob_diff", 0.05),
-        ("clip share", "loss/clip_fraction", 0.3),
+        ("clip share", "loss/clip_fraction", 0.5),
         ("gradient norm", "optimizer/grad_norm", 3.0),
         ("ratio std", "policy/ratio_std", 2.0),
         ("reward", "reward/mean", 0.1),
