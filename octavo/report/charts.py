@@ -24,7 +24,7 @@ ENTROPY_EDGES = ("0", "0.01", "0.03", "0.1", "0.3", "1", "2", "4", "∞")
 """Nats; of policy/entropy_histogram."""
 SHOWN_REASONS = 20
 """Skipped calibrations whose reasons are listed, the last ones of a run."""
-PHASES = ("rollout", "old_logprobs", "shadow", "update", "evaluate", "checkpoint")
+PHASES = ("rollout", "old_logprobs", "critic", "shadow", "update", "evaluate", "checkpoint")
 """Of time/<phase>_s; what is left of time/step_s is `other`."""
 
 

@@ -130,6 +130,14 @@ GRAD_NORM = Lines(
     unit="norm",
     keys={"gradient norm": "optimizer/grad_norm"},
 )
+WATCH = Lines(
+    title="Early warning",
+    caption="Largest sum of the detector's signals over the threshold; an alarm at 1.",
+    unit="sum",
+    keys={"sum": "watch/sum"},
+    absent="watch is null, or the run was made before octavo had it",
+    smooth=False,
+)
 LR = Lines(
     title="Learning rate",
     caption="Learning rate of the step's last optimiser step.",
@@ -164,8 +172,15 @@ def draw_lines(spec: Lines, runs: Sequence[RunRecord]) -> Chart:
     with drawing(chart) as axes:
         for (index, label), series in present.items():
             draw_line(axes, series.steps, series.values, style(index, label), smooth=spec.smooth, faint=faint)
+        for index in dict.fromkeys(index for index, _ in present):
+            for step in runs[index].rescues:
+                axes.axvline(step - 0.5, color=COLOURS[index], linewidth=0.8, alpha=0.6)
         step_axis(axes)
         value_axis(axes, spec.unit)
+    for run in runs:
+        if run.rescues:
+            whose = f"{run.name}: " if len(runs) > 1 else ""
+            chart.notes.append(f"{whose}rescued before step {', '.join(map(str, run.rescues))} (upright lines).")
     if spec.smooth and any(len(series.steps) >= 20 for series in present.values()):
         chart.caption += SMOOTHED[faint]
     return chart

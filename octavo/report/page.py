@@ -133,6 +133,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
             title="Trust region",
             charts=[
                 charts.bounds(runs),
+                draw_lines(line_charts.WATCH, runs),
                 draw_lines(line_charts.CLIPPED, runs),
                 draw_lines(line_charts.OVERCLIP_LOW, runs),
                 draw_lines(line_charts.OVERCLIP_HIGH, runs),

@@ -171,7 +171,7 @@ SIGNALS: dict[str, Signal] = {
     "ratio std": Signal(read=_log("policy/ratio_std", offset=1e-3), floor=0.25),
     "reward": Signal(read=lambda metrics: -metrics["reward/mean"], floor=0.02),
 }
-"""Of shares, norms and spreads the logarithm: a quarter more or less is nothing, nor are a few hundredths of a share."""
+"""Of shares, norms and spreads the logarithm: a quarter more is nothing, nor are a few hundredths of a share."""
 
 
 def observe(states: dict[str, SignalState], metrics: Mapping[str, Any], step: int, config: WatchConfig) -> Alarm | None:
