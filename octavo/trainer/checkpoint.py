@@ -230,12 +230,11 @@ def prune(run_folder: Path, keep_last: int, best: str | None, rollback_limit: in
             _remove(path)
 
 
-def remove_newer(run_folder: Path, than: Path) -> None:
-    """Remove the checkpoints that came after one."""
+def remove_newer(run_folder: Path, most_steps: int) -> None:
+    """Remove the checkpoints of more steps."""
     for path in list_checkpoints(run_folder):
-        if path.name == than.name:
-            break
-        _remove(path)
+        if steps_done(path) > most_steps:
+            _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -295,7 +295,8 @@ class TrainConfig:
         rollout, trainer = self.rollout, self.trainer
         if not self.output_dir:
             raise ValueError("output_dir is empty; name a folder, as runs/mine")
-        for name, path in (("output_dir", self.output_dir), ("model.path", self.model.path)):
+        paths = {"output_dir": self.output_dir, "model.path": self.model.path, "critic.path": self.critic.path or ""}
+        for name, path in paths.items():
             if path.startswith("~"):  # a shell leaves it so behind key=
                 raise ValueError(f"{name}={path!r} would be a folder named ~ here. Write $HOME, or the whole path")
         advantage = self.algorithm.advantage

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from octavo.trainer.resume import ResumePoint, Session
 from octavo.trainer.rollback import decide, record
@@ -76,12 +75,10 @@ def roll_back(session: Session, trackers: Trackers, step: int, onset: int, reaso
     folder, config, pending = session.folder, session.run.config.watch, session.progress.pending
     assert config is not None
     rollback, checkpoint = decide(folder.path, step, onset, reason, config)
-    lines = [json.loads(line) for line in folder.metrics.path.read_text(encoding="utf-8").splitlines()]
-    undone: list[dict[str, Any]] = [line for line in lines if line["step"] >= rollback.to_step]
-    if pending is not None:
-        undone.append(pending["metrics"])
+    undone = folder.metrics.path.read_bytes()[checkpoint.state["sizes"][folder.metrics.path.name] :].decode()
+    last = "" if pending is None else json.dumps(pending["metrics"]) + "\n"
     try:
-        record(folder.path, rollback, undone)
+        record(folder.path, rollback, undone + last)
     except OSError as error:
         raise ValueError(
             f"step {step}: {reason}. The rollback could not be written to {folder.path} ({error.strerror}), and "

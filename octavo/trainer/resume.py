@@ -222,7 +222,7 @@ class Session:
     def _end_rollback(self, rollback: Rollback) -> None:
         """What a rollback changes in the state that it goes back to."""
         progress, checkpoints = self.progress, self.folder.checkpoints
-        remove_newer(self.folder.path, than=checkpoints / rollback.checkpoint)
+        remove_newer(self.folder.path, most_steps=rollback.to_step)
         progress.rollbacks = rollback.number
         for signal in progress.watch.values():
             signal.forget()

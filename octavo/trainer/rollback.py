@@ -9,14 +9,13 @@ it, so a run that is killed in the middle of one ends it when it is resumed, and
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from octavo.trainer.checkpoint import Checkpoint, list_checkpoints, newest_checkpoint, read_checkpoint
-from octavo.trainer.output import ROLLBACKS, JsonLines
+from octavo.trainer.output import ROLLBACKS
 from octavo.trainer.watch import WatchConfig
 
 
@@ -102,15 +101,20 @@ def decide(run_folder: Path, step: int, onset: int, reason: str, config: WatchCo
     return rollback, checkpoint
 
 
-def record(run_folder: Path, rollback: Rollback, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Put the decision on disk, with the lines that it undoes.
+def record(run_folder: Path, rollback: Rollback, undone: str) -> None:
+    """Put the decision on disk, with the lines of metrics.jsonl that it undoes.
 
     Raises:
         OSError: the disk refuses; nothing is decided.
     """
     folder = run_folder / ROLLBACKS
     folder.mkdir(exist_ok=True)
-    JsonLines(folder / f"{rollback.number:03d}.jsonl").replace([asdict(rollback), *map(dict, lines)])
+    partial = folder / f"{rollback.number:03d}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(f"{json.dumps(asdict(rollback))}\n{undone}")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(partial.with_suffix(".jsonl"))
 
 
 def pending_rollback(run_folder: Path, rollbacks_done: int) -> Rollback | None:

@@ -16,7 +16,6 @@ from octavo.trainer.checkpoint import list_checkpoints
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
-from octavo.trainer.output import JsonLines
 from octavo.trainer.resume import Session
 from octavo.trainer.watch import Alarm
 
@@ -101,8 +100,8 @@ def short(tmp_path_factory):
 @pytest.mark.parametrize(
     "owner, name, after",
     [
-        (JsonLines, "replace", False),  # before the decision is on disk
-        (JsonLines, "replace", True),  # after it
+        (rescue, "record", False),  # before the decision is on disk
+        (rescue, "record", True),  # after it
         (Session, "_end_rollback", True),  # newer checkpoints are gone
         (train, "roll_back", True),  # back in the loop, no checkpoint of the new state yet
     ],
