@@ -1,4 +1,4 @@
-# `make` lists the targets. All but test-gpu and bench run in $(VENV), which the first of them sets up; those two use
+# `make` lists the targets. All but test-gpu, sanitize and bench run in $(VENV), which the first of them sets up; those use
 # $(PYTHON) as it is, because a GPU machine often has a torch of its own and no network.
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ TORCH_WANTED := $(VENV)/octavo-torch-wanted
 BENCHMARKS := $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu check format docs bench clean FORCE
+.PHONY: help setup demo test test-gpu sanitize check format docs bench clean FORCE
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ test: $(SETUP_DONE) ## Run the tests that need no GPU
 
 test-gpu: ## Run the GPU tests with PYTHON itself (python3): no virtual environment, no network
 	PYTHONPATH=. HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m gpu $(ARGS)
+
+sanitize: ## Run every kernel on small shapes under compute-sanitizer, with PYTHON itself
+	PYTHONPATH=. compute-sanitizer --error-exitcode 1 $(ARGS) $(PYTHON) tests/kernels/small_shapes.py
 
 check: $(SETUP_DONE) ## Lint, formatting, types
 	$(VENV_PYTHON) -m ruff check .

@@ -332,11 +332,14 @@ def bench_gemm(
     from rich.console import Console
 
     from octavo.bench import gemm
+    from octavo.bench.measure import require_cuda
     from octavo.bench.page import show_gains
     from octavo.models.config import read_config
     from octavo.numerics.recipe import get_recipe
 
-    config, chosen = read_config(model)[0], get_recipe(recipe)
+    chosen = get_recipe(recipe)
+    require_cuda("octavo bench gemm")
+    config = read_config(model)[0]
     gains = list(gemm.bench_gemm(config, chosen, train_tokens, decode_tokens or [16, 64, 128]))
     if as_json:
         print(json.dumps([{**vars(gain), "speedup": gain.speedup} for gain in gains], indent=1))

@@ -38,15 +38,16 @@ def install(monkeypatch):
             return (x.double() @ w.T + (0.0 if bias is None else bias.double())).to(dtype)
         return multiply("triton", kind == "block")(x, w, x_scale, w_scale, bias, dtype)
 
-    def decode(q, scale):
+    def decode(q, scale, width):
         called.append("decode")
-        return (q.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).bfloat16()
+        return (q.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).bfloat16()[:, :width]
 
+    monkeypatch.setattr(gemm, "HAS_GLUON", True)
     monkeypatch.setattr(gemm, "block_product", multiply("scaled_mm", True))
     monkeypatch.setattr(gemm, "row_product", multiply("scaled_mm", False))
     monkeypatch.setattr(gemm, "triton_product", triton)
     monkeypatch.setattr(gemm, "decode_weight", decode)
-    for name in ("blocks_agree", "rows_agree", "bf16_agrees"):
+    for name in ("blocks_agree", "rows_agree", "bf16_agrees", "w8a16_agrees"):
         monkeypatch.setattr(agreement, name, lambda *_: True)
     return called
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from octavo.bench.measure import kernel_names, microseconds_each, milliseconds, require_cuda
+from octavo.kernels.device import require_kernels
 from octavo.layers.linear import FP8Linear
 from octavo.models.config import DecoderConfig
 from octavo.numerics.recipe import Recipe, get_recipe
@@ -77,9 +78,13 @@ def bench_gemm(
         decode_tokens: batches of decoding.
 
     Raises:
-        ValueError: no CUDA device; the recipe runs forward only and training was asked for.
+        ValueError: no CUDA device, or one that the kernels are not for; the recipe has no FP8, or no backward and
+            training was asked for.
     """
     require_cuda("octavo bench gemm")
+    require_kernels("cuda", recipe.high_precision)
+    if not recipe.quantizes:
+        raise ValueError(f"recipe {recipe.name!r} has no FP8 to compare with BF16; take block128, or another that has")
     if train_tokens and recipe.forward_only:
         raise ValueError(f"recipe {recipe.name!r} has no backward; ask for --train-tokens 0, or a recipe that trains")
     for name, (in_features, projections) in linears_of(config).items():

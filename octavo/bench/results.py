@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -83,8 +84,12 @@ def write_results(name: str, command: str, rows: list[Row]) -> Path:
 
 @lru_cache(maxsize=1)
 def _commit() -> str:
+    if commit := os.environ.get("OCTAVO_COMMIT"):
+        return commit
+    if shutil.which("git") is None:
+        return "unknown"
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return os.environ.get("OCTAVO_COMMIT") or git.stdout.strip() or "unknown"
+    return git.stdout.strip() or "unknown"
 
 
 def read_results(path: Path) -> dict[str, Row]:
@@ -94,10 +99,15 @@ def read_results(path: Path) -> dict[str, Row]:
         ValueError: not a result file.
     """
     try:
-        rows = [Row(**row) for row in json.loads(path.read_text())["rows"]]
+        rows: dict[str, Row] = {}
+        for row in (Row(**fields) for fields in json.loads(path.read_text())["rows"]):
+            name = f"{row.case} {row.metric}"
+            if name in rows or not isinstance(row.value, int | float):
+                raise ValueError(f"{name!r} is there twice" if name in rows else f"{name!r} has value {row.value!r}")
+            rows[name] = row
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result file of a benchmark: {type(error).__name__}: {error}") from error
-    return {f"{row.case} {row.metric}": row for row in rows}
+    return rows
 
 
 def compare(left: Path, right: Path) -> list[tuple[str, str, str, str]]:
@@ -111,7 +121,7 @@ def compare(left: Path, right: Path) -> list[tuple[str, str, str, str]]:
     for key in [*first, *(key for key in second if key not in first)]:
         values = [f"{rows[key].value:.4g} {rows[key].unit}" if key in rows else "-" for rows in (first, second)]
         ratio = ""
-        if key in first and key in second and first[key].value:
+        if key in first and key in second and first[key].unit == second[key].unit and first[key].value:
             change = second[key].value / first[key].value
             worse = change < 0.97 if first[key].better == "higher" else change > 1.03
             ratio = f"{change:.3f}{' worse' if worse else ''}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,25 +10,52 @@ from octavo.bench.gemm import linears_of
 from octavo.check.rows import Row
 from octavo.kernels import agreement
 from octavo.models.config import DecoderConfig
-from octavo.numerics.fp8 import BLOCK_1X128
+from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X128, QuantBlock
 from octavo.numerics.recipe import Recipe
 
 
 def back_end_rows(shape: DecoderConfig, recipe: Recipe, device: torch.device) -> Iterator[Row]:
-    """A row for each linear of a decoder layer; equality is proved anew here, as a run proves it."""
+    """A row for each linear of a decoder layer, and one more where some layers keep it in BF16.
+
+    Equality is proved anew here, as a run proves it. The fp32 recipe runs on the reference, which needs no proof.
+    """
+    if recipe.high_precision == "fp32":
+        return
     for name, (in_features, projections) in linears_of(shape).items():
-        N, K = sum(projections.values()), in_features
-        if recipe.fprop.left is None:
-            K = _filled(in_features, 8)
-            equal, library = agreement.bf16_agrees(N, K, device), "cuBLAS"
-        elif recipe.fprop.left == BLOCK_1X128:
-            N, K = sum(_filled(width, 128) for width in projections.values()), _filled(in_features, 128)
-            equal, library = agreement.blocks_agree(N, K, device), "cuBLASLt"
-        else:
-            K = _filled(in_features, 16)
-            equal, library = agreement.rows_agree(N, K, device), "cuBLASLt"
-        alone = library if recipe.fprop.left not in (None, BLOCK_1X128) else "triton"
-        yield _row(f"{name} {N} x {K}", equal, library, alone)
+        biased = shape.qkv_bias and name == "qkv_proj"
+        for quantized in sorted(_quantized(shape, recipe, name, projections), reverse=True):
+            blocks = (recipe.fprop.left, recipe.fprop.right) if quantized else (None, None)
+            yield _linear_row(name, in_features, list(projections.values()), blocks, biased, device)
+
+
+def _quantized(shape: DecoderConfig, recipe: Recipe, name: str, projections: Mapping[str, int]) -> set[bool]:
+    """Whether a linear is FP8: what is found over all layers."""
+    parent = "self_attn" if name in ("qkv_proj", "o_proj") else "mlp"
+    paths = ([f"model.layers.{index}.{parent}.{part}" for part in projections] for index in range(shape.num_layers))
+    return {recipe.quantizes and not recipe.keeps_fused(path) for path in paths}
+
+
+def _linear_row(
+    name: str,
+    in_features: int,
+    widths: Sequence[int],
+    blocks: tuple[QuantBlock | None, QuantBlock | None],
+    biased: bool,
+    device: torch.device,
+) -> Row:
+    """The proof for X and W quantised by these blocks, and for the sizes that kernels see: filled up."""
+    left, right = blocks
+    N = sum(_filled(width, 128) for width in widths) if right == BLOCK_128X128 else sum(widths)
+    if left is None:
+        K, library, alone = _filled(in_features, 8), "cuBLAS", "triton"
+        equal = (agreement.bf16_agrees if right is None else agreement.w8a16_agrees)(N, K, device)
+    elif left == BLOCK_1X128:
+        K, library, alone = _filled(in_features, 128), "cuBLASLt", "triton"
+        equal = agreement.blocks_agree(N, K, device, biased)
+    else:
+        K, library, alone = _filled(in_features, 16), "cuBLASLt", "cuBLASLt"
+        equal = agreement.rows_agree(N, K, device, biased)
+    return _row(f"{name} {N} x {K}", equal, library, alone)
 
 
 def _filled(width: int, multiple: int) -> int:

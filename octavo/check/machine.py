@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from octavo.check.rows import Row, Status, size_text
 from octavo.kernels.device import CAPABILITY
+from octavo.kernels.triton_shim import HAS_TRITON
 
 MINIMUM = {"torch": "2.11", "transformers": "5.9"}
 """As in pyproject.toml."""
@@ -91,11 +92,14 @@ def gpu_rows() -> Iterator[Row]:
             f"{torch.cuda.get_device_name(index)}, compute capability {capability[0]}.{capability[1]}, "
             f"{size_text(free)} free of {size_text(total)}, driver {driver or 'unknown'}"
         )
-        if capability[0] == CAPABILITY:
-            yield _row(f"GPU {index}", "OK", f"{detail}; the kernels run here")
-        else:
+        if capability[0] != CAPABILITY:
             step = "take an H100 or H200; here device=cpu, or precision.recipe=fp32"
             yield _row(f"GPU {index}", "WARN", f"{detail}; the kernels for BF16 and FP8 are for Hopper, 9.0", step)
+        elif not HAS_TRITON:
+            step = "pip install triton"
+            yield _row(f"GPU {index}", "WARN", f"{detail}; the kernels need triton, which is not installed", step)
+        else:
+            yield _row(f"GPU {index}", "OK", f"{detail}; the kernels run here")
 
 
 def package_rows() -> Iterator[Row]:

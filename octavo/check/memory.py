@@ -83,7 +83,7 @@ def forward_bytes(shape: DecoderConfig, recipe: Recipe, on_gpu: bool) -> Forward
     copies = 1 if recipe.dgrad is None or recipe.dgrad.right == recipe.fprop.right else 2
     stored = quantized * copies + (linear - quantized + _vocabulary(shape)) * high
     if on_gpu and recipe.high_precision == "bf16":
-        return ForwardBytes(stored=stored, operands=0, backward=0 if recipe.forward_only else quantized)
+        return ForwardBytes(stored=stored, operands=0, backward=quantized)
     return ForwardBytes(
         stored=stored,
         operands=OPERAND_BYTES * (linear + shape.vocab_size * shape.hidden_size),  # the head is one, not the embedding

@@ -17,6 +17,7 @@ from octavo.check.back_ends import back_end_rows
 from octavo.check.machine import memory_bytes
 from octavo.check.memory import MemoryEstimate, estimate_memory
 from octavo.check.rows import Row, Status, size_text
+from octavo.kernels.device import require_kernels
 from octavo.models.checkpoint import weight_files
 from octavo.models.config import DecoderConfig, read_config
 from octavo.models.decoder import Decoder
@@ -29,7 +30,7 @@ from octavo.trainer.config_file import load_config
 from octavo.trainer.errors import reason
 from octavo.trainer.output import RunFolder
 from octavo.trainer.precision import declared_flow
-from octavo.trainer.run import check_device, check_vocabulary, load_generation_config, load_tokenizer
+from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, use_device
 
 PROMPTS_TRIED = 200
 """Prompts of each split that are tokenised at least, evenly spread, if it has as many."""
@@ -47,7 +48,8 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
     yield _row("configuration", "OK", f"{path} loads; {config.trainer.num_steps} steps into {config.output_dir}")
     device_works = True
     try:
-        check_device(config.device)
+        use_device(config.device)
+        require_kernels(config.device, config.precision.train_recipe().high_precision)
         yield _row("device", "OK", config.device)
     except UNUSABLE as error:
         device_works = False

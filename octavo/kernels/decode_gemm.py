@@ -182,7 +182,11 @@ def _fetch(
     BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One warp: fills stages. Weights do not depend on the kernel before; X does, hence the wait between."""
+    """One warp: fills stages, W before the wait and X after it.
+
+    What wrote W lets no kernel start before its own end, so that end has come; X may be of a kernel still at work, one
+    of these. A wait is over when that kernel, and with it the one it waited for, is: nothing overtakes two.
+    """
     BYTES: gl.constexpr = 4 * (x_desc.block_type.nbytes + w_desc.block_type.nbytes) + (
         4 * scale_desc.block_type.nbytes if KIND == "block" else 0
     )

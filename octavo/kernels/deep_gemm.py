@@ -1,7 +1,6 @@
 """Back end `deep_gemm`: FP8 products by blocks from DeepGEMM (https://github.com/deepseek-ai/DeepGEMM), if installed.
 
-Never chosen silently: `use_deep_gemm(True)` asks for it, and only products that `kernels.agreement` finds equal to
-cuBLASLt's go there in the forward.
+Never chosen, only asked for: `product(..., backend="deep_gemm")`.
 """
 
 from __future__ import annotations

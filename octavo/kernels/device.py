@@ -14,11 +14,13 @@ def require_kernels(device: torch.device | str, high_precision: str) -> None:
     """Refuse a CUDA device on which BF16 and FP8 products cannot run; the FP32 recipe needs no kernel.
 
     Raises:
-        ValueError: another GPU than Hopper, or no triton.
+        ValueError: no GPU, another than Hopper, one that is not the current device, or no triton.
     """
     device = torch.device(device)
     if device.type != "cuda" or high_precision == "fp32":
         return
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r} cannot be used here: torch sees no GPU. Use device=cpu")
     major, minor = torch.cuda.get_device_capability(device)
     if major != CAPABILITY:
         raise ValueError(
@@ -27,3 +29,9 @@ def require_kernels(device: torch.device | str, high_precision: str) -> None:
         )
     if not HAS_TRITON:
         raise ValueError("the kernels for BF16 and FP8 need triton, which is not installed. pip install triton")
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):  # where Triton launches, wherever its tensors are
+        raise ValueError(
+            f"the kernels run on torch's current device, cuda:{current}, and {str(device)!r} was asked for. Call "
+            f"torch.cuda.set_device({device.index}) first"
+        )

@@ -25,6 +25,7 @@ from octavo.kernels.deep_gemm import deep_gemm_product
 from octavo.kernels.operands import Operand
 from octavo.kernels.scaled_mm import block_product, row_product
 from octavo.kernels.triton_gemm import decode_weight, triton_product
+from octavo.kernels.triton_shim import HAS_GLUON
 from octavo.numerics.exact import block_matmul
 
 Backend = Literal["reference", "triton", "scaled_mm", "cublas", "deep_gemm"]
@@ -63,7 +64,7 @@ def product(
     """
     assert left.k_edges == right.k_edges, f"K blocks differ: {left.k_edges} and {right.k_edges}"
     assert left.scale is None or right.scale is not None, "the left operand is FP8 and the right one is not"
-    backend = backend or _backend(left, right)
+    backend = backend or _backend(left, right, bias is not None)
     if (backend == "reference") != (left.values.dtype == torch.float64):
         raise ValueError(
             f"backend {backend!r} does not take operands of {left.values.dtype}: the reference multiplies float64, the "
@@ -83,22 +84,21 @@ def product(
     return y if right.rows is None else y[:, right.rows]
 
 
-def _backend(left: Operand, right: Operand) -> Backend:
+def _backend(left: Operand, right: Operand, biased: bool) -> Backend:
     """What the contract of the forward allows and is fastest."""
     if left.values.dtype == torch.float64:
         return "reference"
     M, (N, K), device = len(left.values), right.values.shape, left.values.device
     if left.scale is None:
-        many = M >= CUBLAS_ROWS and agreement.bf16_agrees(N, K, device)
-        return "cublas" if many else "triton"
+        agrees = agreement.bf16_agrees if right.scale is None else agreement.w8a16_agrees
+        return "cublas" if M >= CUBLAS_ROWS and agrees(N, left.values.shape[1], device) else "triton"
     if not left.by_blocks:
-        return (
-            "triton" if M <= FEW_ROWS and len(left.k_edges) == 2 and agreement.rows_agree(N, K, device) else "scaled_mm"
-        )
+        few = M <= FEW_ROWS and len(left.k_edges) == 2
+        return "triton" if few and agreement.rows_agree(N, K, device, biased) else "scaled_mm"
     if right.rows_per_scale == 1:  # no weight: a gradient
         return "scaled_mm"
     many = M > (FEW_ROWS // 2 if N >= WIDE else FEW_ROWS)
-    return "scaled_mm" if many and agreement.blocks_agree(N, K, device) else "triton"
+    return "scaled_mm" if many and agreement.blocks_agree(N, K, device, biased) else "triton"
 
 
 def _by_blocks(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dtype, backend: Backend) -> Tensor:
@@ -118,10 +118,10 @@ def _by_rows(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dt
     """Both FP8, a scale per row; per row and piece of K where projections are reduced together."""
     assert left.scale is not None and right.scale is not None
     pieces = len(left.k_edges) - 1
-    if backend == "triton" and pieces == 1 and len(left.values) <= FEW_ROWS:
+    if backend == "triton" and pieces == 1 and len(left.values) <= FEW_ROWS and HAS_GLUON:
         return triton_product("row", left.values, right.values, left.scale, right.scale, bias, dtype)
     if backend != "scaled_mm":
-        raise _refused(backend, "FP8 by rows", "scaled_mm, triton (up to 128 rows)")
+        raise _refused(backend, "FP8 by rows", "scaled_mm, triton (up to 128 rows, with Gluon)")
     if pieces == 1:
         return row_product(left.values, right.values, left.scale, right.scale, bias, dtype)
     assert bias is None, "a bias of several projections reduced together"
@@ -142,7 +142,7 @@ def _from_bf16(x: Tensor, right: Operand, bias: Tensor | None, dtype: torch.dtyp
         return triton_product(kind, x, right.values, None, right.scale, bias, dtype)
     if backend != "cublas":
         raise _refused(backend, "BF16 activations", "triton, cublas")
-    w = (right.values if right.scale is None else decode_weight(right.values, right.scale))[:, : x.shape[1]]
+    w = right.values if right.scale is None else decode_weight(right.values, right.scale, x.shape[1])
     whole = len(x) // CUBLAS_ROWS * CUBLAS_ROWS
     y = torch.empty(len(x), len(w), dtype=dtype, device=x.device)
     for start in range(0, whole, CUBLAS_ROWS):

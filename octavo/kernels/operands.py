@@ -228,6 +228,8 @@ def kernel_operand(matrix: QuantizedMatrix) -> Operand:
         rows, edges = None, matrix.row_edges
         if not _is_full(edges, K_BLOCK):
             q, rows = _filled(q.T, edges, K_BLOCK).T.contiguous(), _places(tuple(edges), K_BLOCK, q.device)
+        if q is not matrix.q:  # `decode_gemm` reads a weight before the kernel just ahead of it is sure to have ended
+            torch.zeros((), device=q.device)
         return Operand(q, matrix.scale.contiguous(), matrix.column_edges, True, K_BLOCK, rows)
     return Operand(q, _spread(matrix.scale, matrix.row_edges, dim=0), matrix.column_edges, by_blocks)
 
@@ -237,9 +239,10 @@ def _is_full(edges: Sequence[int], multiple: int) -> bool:
 
 
 def _filled(q: Tensor, edges: Sequence[int], multiple: int) -> Tensor:
-    """[rows, K] with zeros after each block of K that is no multiple wide, K contiguous."""
+    """[rows, K] with zeros after each block of K that is no multiple wide, packed and aligned as bulk copies want."""
     if _is_full(edges, multiple):
-        return q if q.stride(1) == 1 else q.contiguous()
+        packed = q.stride() == (q.shape[1], 1) and q.data_ptr() % 16 == 0
+        return q if packed else q.clone(memory_format=torch.contiguous_format)
     width = sum(-(-(stop - start) // multiple) * multiple for start, stop in pairwise(edges))
     rows = q.shape[0]
     out = torch.zeros(rows, width, dtype=q.dtype, device=q.device)

@@ -170,13 +170,13 @@ def _tile(program, num_m, num_n, GROUP: tl.constexpr):
     return band * GROUP + program % (GROUP * num_n) % size, program % (GROUP * num_n) // size
 
 
-def decode_weight(q: Tensor, scale: Tensor) -> Tensor:
-    """q [N, K] e4m3 of a weight by blocks, scale [ceil(N / 128), ceil(K / 128)] fp32 -> bf16(q * scale) [N, K]."""
+def decode_weight(q: Tensor, scale: Tensor, width: int) -> Tensor:
+    """q [N, K] e4m3 of a weight by blocks, scale [ceil(N / 128), ceil(K / 128)] fp32 -> bf16(q * scale) [N, width]."""
     require_triton("an FP8 weight in BF16")
     N, K = q.shape
     w = torch.empty(N, K, dtype=torch.bfloat16, device=q.device)
     _decode_weight_kernel[(triton.cdiv(K, 128), triton.cdiv(N, 32))](q, scale, w, N, K, scale.stride(0), num_warps=4)
-    return w
+    return w[:, :width].contiguous()
 
 
 @triton.jit

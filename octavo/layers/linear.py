@@ -1,6 +1,6 @@
 """A linear layer in FP8: FP32 master, one quantisation of it per optimiser step, three GEMMs.
 
-    FProp   Y = X W^T      training, old logprobs, prefill and decode: the same bytes, the same exact sums
+    FProp   Y = X W^T      training, old logprobs, prefill and decode: the same bytes, the same sums
     DGrad  dX = dY W       straight through the quantisers
     WGrad  dW = dY^T X     X as it was saved, in FP8; accumulates into the FP32 master
 
@@ -30,6 +30,7 @@ from octavo.kernels.operands import (
     quantize_matrix,
     split_edges,
 )
+from octavo.layers.linear_function import LinearFunction
 from octavo.numerics.fp8 import (
     BLOCK_1X128,
     BLOCK_128X1,
@@ -67,7 +68,6 @@ class FP8Linear(nn.Module):
 
     # Buffers; which of them exist depends on the recipe.
     weight_hp: Tensor
-    weight_t: Tensor | None
     bias_hp: Tensor | None
     activation_scale: Tensor
     activation_amax: Tensor
@@ -83,14 +83,15 @@ class FP8Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
         self._dtype = getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[recipe.high_precision])
-        self._cache: dict[str, tuple[list[tuple[int, int]], Any]] = {}
+        self._cache: dict[str, tuple[list[State], Any]] = {}
+        self.weight_t: Tensor | None = None  # W^T for DGrad on a CUDA device, once a backward has asked for it
+        self._transposed: State | None = None  # of what that is the transpose
         if self.quantized:
             self._allocate("weight_q", recipe.fprop.right)
             if recipe.dgrad is not None and recipe.dgrad.right != recipe.fprop.right:
                 self._allocate("dgrad_q", recipe.dgrad.right)
         else:
             self.register_buffer("weight_hp", torch.empty(shape, dtype=self._dtype), persistent=False)
-        self.register_buffer("weight_t", None, persistent=False)
         self.register_buffer("bias_hp", torch.empty(shape[0], dtype=self._dtype) if bias else None, persistent=False)
         if recipe.static_activation_scale:
             self.register_buffer("activation_scale", torch.full((1, 1), torch.nan), persistent=False)
@@ -121,17 +122,19 @@ class FP8Linear(nn.Module):
         """One set of bytes and scales; of square blocks a kernel writes W, W^T and scales from one reading of W."""
         block, rounding = self._weight_block(name), self.recipe.scale_rounding
         q, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        aligned = all(size % 128 == 0 for size in self.splits) and self.in_features % 16 == 0
-        if self.uses_kernels and block == BLOCK_128X128 and aligned:
-            if self.weight_t is None and self.recipe.dgrad is not None:
-                self.weight_t = torch.empty(q.shape[::-1], dtype=E4M3, device=q.device)
+        if self.uses_kernels and self._casts_both_ways(block):
             out = (q, self.weight_t, scale)
             cast_128x128(self.weight.detach(), rounding, transposed=self.weight_t is not None, out=out)
-            increment_version([tensor for tensor in out if tensor is not None])
+            increment_version([q, scale])
+            self._transposed = _state(q)
         else:
             new = quantize_matrix(self.weight, block, rounding, row_splits=self.splits)
             q.copy_(new.q)
             scale.copy_(new.scale)
+
+    def _casts_both_ways(self, quant_block: QuantBlock) -> bool:
+        aligned = all(size % 128 == 0 for size in self.splits) and self.in_features % 16 == 0
+        return aligned and quant_block == BLOCK_128X128
 
     @torch.no_grad()
     def freeze_activation_scale_(self) -> None:
@@ -165,7 +168,7 @@ class FP8Linear(nn.Module):
                 return product(grid_operand(x), grid_operand(self.weight.to(self._dtype)), bias, self._dtype)
         if not torch.is_grad_enabled():  # the rollout saves nothing
             return self.fprop(x)
-        return _Linear.apply(x, self.weight, self.bias, self)
+        return LinearFunction.apply(x, self.weight, self.bias, self)
 
     # What follows is called by the autograd function.
 
@@ -213,7 +216,8 @@ class FP8Linear(nn.Module):
             return (_values(grad_y) @ self.backward_weight()).to(dtype)
         if isinstance(grad_y, Tensor):
             return grad_y @ self.weight_hp
-        return product(grad_y.operand(), self._prepared("dgrad", self._prepare_dgrad), dtype=dtype)
+        w = self._prepared("dgrad", self._prepare_dgrad)
+        return product(grad_y.operand(), w, dtype=dtype, backend="scaled_mm")
 
     def _wgrad(self, grad_y: QuantizedMatrix | Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         x = self.saved(saved_x)
@@ -222,7 +226,7 @@ class FP8Linear(nn.Module):
         if isinstance(grad_y, Tensor) or isinstance(x, Tensor):
             assert isinstance(grad_y, Tensor) and isinstance(x, Tensor)
             return torch.mm(grad_y.T, x, out_dtype=torch.float32)
-        return product(grad_y.T.operand(), x.T.operand(), dtype=torch.float32)
+        return product(grad_y.T.operand(), x.T.operand(), dtype=torch.float32, backend="scaled_mm")
 
     @property
     def uses_kernels(self) -> bool:
@@ -272,6 +276,12 @@ class FP8Linear(nn.Module):
     def forget_prepared(self) -> None:
         """Drop the operands that are kept ready; the next product makes them anew."""
         self._cache.clear()
+        self.weight_t = None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FP8Linear:
+        """Whatever moves a module; what was kept ready lies where it was."""
+        self.forget_prepared()
+        return super()._apply(fn, recurse)
 
     def weight_operand(self) -> Operand:
         """The weight prepared for FProp."""
@@ -281,15 +291,16 @@ class FP8Linear(nn.Module):
         """[N, K] fp32 values of the weight that DGrad multiplies."""
         if not self.quantized:
             return self.weight_hp.float()
-        name = "dgrad_q" if "dgrad_q" in self._buffers else "weight_q"
-        return self._prepared("dgrad values", lambda: self.quantized_weight(name).dequantize())
+        return self._prepared("dgrad values", lambda: self.quantized_weight(self._dgrad_name).dequantize())
+
+    @property
+    def _dgrad_name(self) -> str:
+        return "dgrad_q" if "dgrad_q" in self._buffers else "weight_q"
 
     def _prepared(self, role: str, prepare: Callable[[], Any]) -> Any:
         """`prepare()`, called anew only after the bytes, scales or high-precision copy were written to."""
         versions = [
-            (buffer.data_ptr(), buffer._version)
-            for name, buffer in self._buffers.items()
-            if buffer is not None and name.startswith(WEIGHTS)
+            _state(buffer) for name, buffer in self._buffers.items() if buffer is not None and name.startswith(WEIGHTS)
         ]
         if role not in self._cache or self._cache[role][0] != versions:
             self._cache[role] = (versions, prepare())
@@ -299,16 +310,21 @@ class FP8Linear(nn.Module):
         if not self.quantized:
             return grid_operand(self.weight_hp)
         weight = self.quantized_weight("weight_q")
-        if (
-            self.recipe.fprop.left is None and not self.uses_kernels
-        ):  # multiply bf16(q * scale); kernels do so themselves
+        if self.recipe.fprop.left is None and not self.uses_kernels:  # kernels round q * scale as they multiply
             return grid_operand(weight.dequantize().to(self._dtype))
         return weight.operand()
 
     def _prepare_dgrad(self) -> Operand:
-        """W^T for kernels."""
-        weight = self.quantized_weight("dgrad_q" if "dgrad_q" in self._buffers else "weight_q").T
-        return (weight if self.weight_t is None else replace(weight, q=self.weight_t)).operand()
+        """W^T for kernels. Of square blocks it is kept, for `requantize_` to write along with W."""
+        weight = self.quantized_weight(self._dgrad_name)
+        if not self._casts_both_ways(weight.quant_block):
+            return weight.T.operand()
+        if self.weight_t is None:
+            self.weight_t = weight.q.T.contiguous()
+        elif self._transposed != _state(weight.q):
+            self.weight_t.copy_(weight.q.T)
+        self._transposed = _state(weight.q)
+        return replace(weight.T, q=self.weight_t).operand()
 
     def quantized_weight(self, name: str) -> QuantizedMatrix:
         """The FP8 bytes and scales that rollout and training multiply."""
@@ -352,26 +368,12 @@ class FP8Linear(nn.Module):
         return f"{self.in_features} -> {self.projections}, bias={self.bias is not None}, {precision}"
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FP8Linear) -> Tensor:
-        ctx.layer, ctx.saved_x, ctx.saturated = layer, None, None
-        if ctx.needs_input_grad[0]:
-            ctx.saturated = layer.saturated(x)
-        if not ctx.needs_input_grad[1]:
-            return layer.fprop(x)
-        y, ctx.saved_x = layer.fprop_and_save(x)
-        return y
+State = tuple[int, int]
+"""Address and version of a tensor: the same as long as nobody moves it or writes to it."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        grad_y, layer = grads[0], ctx.layer
-        needs_x, _, needs_bias = ctx.needs_input_grad[:3]
-        grad_x, grad_weight = layer.gradients(grad_y, ctx.saved_x, needs_x)
-        if grad_x is not None and ctx.saturated is not None:
-            grad_x = grad_x.masked_fill(ctx.saturated, 0.0)
-        grad_bias = grad_y.float().sum(dim=0) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None
+
+def _state(tensor: Tensor) -> State:
+    return tensor.data_ptr(), tensor._version
 
 
 def _values(matrix: QuantizedMatrix | Tensor) -> Tensor:

@@ -11,7 +11,7 @@ values live is the caller's business (`AttentionContext`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -127,6 +127,11 @@ class Decoder(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head: tuple[tuple[int, int], Operand] | None = None
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
+        """Whatever moves a module; the head that was kept ready lies where it was."""
+        self._head = None
+        return super()._apply(fn, recurse)
 
     def blocks(self) -> Iterator[Block]:
         """The decoder layers, in order."""

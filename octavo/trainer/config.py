@@ -7,13 +7,14 @@ from typing import ClassVar
 
 from octavo.numerics.fp8 import ScaleRounding
 from octavo.numerics.recipe import FORWARD_ONLY, Recipe, RecipeName, StorageFormat, get_recipe
-from octavo.rl.advantages import AdvantageConfig, GRPOConfig
+from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from octavo.rl.calibration import CalibrationConfig
-from octavo.rl.corrections import CorrectionConfig
-from octavo.rl.loss_clipped import PPOClip
+from octavo.rl.corrections import IcePop, SequenceMask, SequenceTIS
+from octavo.rl.loss_clipped import BAPO, M2PO, PPOClip
+from octavo.rl.loss_likelihood import CISPO, DPPOKL, DPPOTV, Reinforce
+from octavo.rl.loss_sequence import GSPO, GSPOToken
 from octavo.rl.losses import ClipBounds, ClipConfig, KLConfig, Reduction
 from octavo.rl.overlong import OverlongConfig
-from octavo.rl.policy_loss import LossConfig
 from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
 from octavo.tasks.arithmetic import ArithmeticConfig
@@ -158,15 +159,17 @@ class RolloutConfig:
 class AlgorithmConfig:
     """How rewards become a loss."""
 
-    advantage: AdvantageConfig = field(default_factory=GRPOConfig)
+    advantage: GRPOConfig | RLOOConfig | ReinforcePlusPlusConfig = field(default_factory=GRPOConfig)
     """The baseline that rewards are compared with."""
-    loss: LossConfig = field(default_factory=PPOClip)
+    loss: PPOClip | GSPO | GSPOToken | CISPO | BAPO | DPPOTV | DPPOKL | M2PO | Reinforce = field(
+        default_factory=PPOClip
+    )
     """What each token's log-probability is moved by."""
     clip: ClipConfig = field(default_factory=ClipConfig)
     """The trust region of ppo_clip in BF16: the bounds themselves, or what calibration aims at."""
     reduction: Reduction = "token_mean"
     """token_mean (DAPO), sequence_mean (GRPO) or constant (Dr.GRPO)."""
-    correction: CorrectionConfig | None = None
+    correction: SequenceTIS | IcePop | SequenceMask | None = None
     """What else than token weights corrects for a rollout by another numerics."""
     tis_cap: float = 2.0
     """C: without a correction, importance weights are min(exp(old_logprobs - rollout_logprobs), C). At least 1."""

@@ -91,7 +91,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     Raises:
         ValueError: something is missing or does not fit; one line says what, and what to do.
     """
-    check_device(config.device)
+    use_device(config.device)
     flow = declared_flow(config)
     flow.check(config.precision.allow_mismatch)
     task = config.task.build()
@@ -138,8 +138,8 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     )
 
 
-def check_device(name: str) -> None:
-    """Refuse a device that torch does not know or does not have.
+def use_device(name: str) -> None:
+    """Make a device the one that kernels run on; refuse one that torch does not know or does not have.
 
     Raises:
         ValueError: names it and what there is.
@@ -154,6 +154,8 @@ def check_device(name: str) -> None:
         ) from error
     if not usable:
         raise ValueError(f"device={name!r} holds no numbers. Use cpu, or cuda where there is a GPU")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def check_vocabulary(prompts: Sequence[Sequence[int]], vocab_size: int, path: str) -> None:
@@ -177,7 +179,8 @@ def describe(policy: Decoder) -> str:
     kept = "nothing is FP8" if not recipe.quantizes else f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}"
     device = policy.embed_tokens.device
     kernels = device.type == "cuda" and recipe.high_precision == "bf16"
-    products = "products on the tensor cores of" if kernels else "FP8 simulated by exact sums on"
+    simulated = "FP8 simulated by exact sums on" if recipe.quantizes else "exact sums on"
+    products = "products on the tensor cores of" if kernels else simulated
     return (
         f"policy: {config.family}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}, "
         f"{kept}; {products} {device}"

@@ -48,14 +48,34 @@ def test_without_a_gpu_it_says_so(monkeypatch):
         next(bench_gemm(read_config(MODEL)[0], get_recipe("block128"), 128, [1]))
 
 
-def test_a_recipe_without_a_backward_does_not_train(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp32"])
+def test_a_recipe_without_fp8_is_no_comparison(hopper, recipe):
+    with pytest.raises(ValueError, match=f"recipe '{recipe}' has no FP8 to compare with BF16"):
+        next(bench_gemm(read_config(MODEL)[0], get_recipe(recipe), 128, [1]))
+
+
+def test_a_gpu_that_the_kernels_are_not_for_is_refused(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ValueError, match="for Hopper GPUs .* NVIDIA A100 has 8.0"):
+        next(bench_gemm(read_config(MODEL)[0], get_recipe("block128"), 128, [1]))
+
+
+def test_a_recipe_without_a_backward_does_not_train(hopper):
     with pytest.raises(ValueError, match="recipe 'fp8_channel' has no backward; ask for --train-tokens 0"):
         next(bench_gemm(read_config(MODEL)[0], get_recipe("fp8_channel"), 128, [1]))
 
 
 def test_the_command_prints_gains_verdict_and_kernels(monkeypatch):
     monkeypatch.setattr(gemm, "bench_gemm", lambda *_: iter([gain("qkv_proj", "train", 8192, 100.0, 50.0)]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     shown = CliRunner().invoke(app, ["bench", "gemm", "--model", MODEL])
     assert shown.exit_code == 0, shown.output
     for text in ("qkv_proj", "2.00x", "training with 8,192 tokens: 2.00x BF16", "train: a, b"):

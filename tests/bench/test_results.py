@@ -1,10 +1,12 @@
 """Result files: written whole, read back, compared."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
+from octavo.bench import results
 from octavo.bench.results import Results, Row, compare, read_results, write_results
 from octavo.cli import app
 
@@ -44,11 +46,41 @@ def test_two_files_side_by_side(tmp_path, monkeypatch):
     assert shown.exit_code == 0 and "0.900 worse" in shown.output
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rows": [{"case": "a"}]}', '{"rows": 3}'])
+def with_values(*values):
+    return json.dumps({"rows": [{"case": "a", "metric": "m", "unit": "us", "value": value} for value in values]})
+
+
+ODD = [with_values(value) for value in (None, "1", [1])] + [with_values(1.0, 2.0)]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": [{"case": "a"}]}', '{"rows": 3}', *ODD])
 def test_what_is_no_result_file_is_refused(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(ValueError, match="a.json is no result file of a benchmark"):
         read_results(tmp_path / "a.json")
+
+
+def test_worse_is_slower_or_longer(tmp_path, monkeypatch):
+    for name, change in (("a", 1.0), ("b", 1.1)):
+        monkeypatch.setenv("OUT", str(tmp_path / name))
+        write_results("r", "c", [row("speed", 10.0 * change), row("time", 10.0 * change, better="lower")])
+    paths = [tmp_path / name / "r.json" for name in "ab"]
+    assert [ratio for *_, ratio in compare(*paths)] == ["1.100", "1.100 worse"]
+    assert [ratio for *_, ratio in compare(*reversed(paths))] == ["0.909 worse", "0.909"]
+
+
+def test_figures_in_different_units_have_no_ratio(tmp_path):
+    for name, unit in (("a", "us"), ("b", "ms")):
+        (tmp_path / name).write_text(with_values(1.0).replace("us", unit))
+    assert compare(tmp_path / "a", tmp_path / "b") == [("a m", "1 us", "1 ms", "")]
+
+
+def test_the_commit_is_the_one_that_is_named_or_gits_or_unknown(monkeypatch):
+    assert re.fullmatch("[0-9a-f]{40}", results._commit.__wrapped__())
+    monkeypatch.setenv("PATH", "")
+    assert results._commit.__wrapped__() == "unknown"
+    monkeypatch.setenv("OCTAVO_COMMIT", "1234")
+    assert results._commit.__wrapped__() == "1234"
 
 
 def test_each_figure_is_on_disk_before_the_next_is_measured(tmp_path, monkeypatch, capsys):

@@ -59,6 +59,13 @@ def test_a_gpu_that_the_kernels_are_not_for_is_told(capability, status, monkeypa
     assert ("take an H100 or H200; here device=cpu" in row.next_step) == (status == "WARN")
 
 
+def test_a_gpu_without_triton_is_told(monkeypatch):
+    fake_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(machine, "HAS_TRITON", False)
+    (row,) = gpu_rows()
+    assert (row.status, row.next_step) == ("WARN", "pip install triton") and "need triton" in row.detail
+
+
 def test_a_gpu_that_torch_cannot_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine, "driver_version", lambda: "580.1")

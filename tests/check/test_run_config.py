@@ -136,6 +136,15 @@ def test_a_model_is_held_to_what_training_reads(tmp_path):
     assert row.status == "FAIL" and "vocabulary is 0 to 4" in row.detail
 
 
+def test_a_gpu_that_the_kernels_are_not_for_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_config, "use_device", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    rows = check(tmp_path, "device=cuda")  # and nothing is launched there
+    assert rows["device"].status == "FAIL" and "NVIDIA A100 has 8.0" in rows["device"].detail
+
+
 def test_what_the_system_refuses_is_a_row(tmp_path):
     rows = check(tmp_path, f"output_dir={'x' * 300}")
     assert rows["output_dir"].status == "FAIL" and rows["output_dir"].detail.endswith(": File name too long")

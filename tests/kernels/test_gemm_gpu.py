@@ -148,7 +148,8 @@ def test_back_ends_by_name_agree_and_refuse_what_they_cannot(K, splits):
 def test_agreement_sees_another_order_of_the_sum(monkeypatch):
     """The proof can fail: the same products with K reversed differ in the last bits, and then `triton` does it all."""
     device = torch.device("cuda", torch.cuda.current_device())
-    assert agreement.blocks_agree(4096, 4096, device) and agreement.bf16_agrees(4096, 4096, device)
+    assert all(agreement.blocks_agree(4096, 4096, device, biased) for biased in (False, True))
+    assert agreement.bf16_agrees(4096, 4096, device) and agreement.w8a16_agrees(4096, 4096, device)
     scaled_mm = agreement.block_product
     flip = lambda y: y.unflatten(1, (-1, 128)).flip(1).flatten(1).contiguous()  # noqa: E731
 
@@ -165,9 +166,9 @@ def test_agreement_sees_another_order_of_the_sum(monkeypatch):
 
     agreement.blocks_agree.cache_clear()
     monkeypatch.setattr(agreement, "block_product", reversed_blocks)
-    assert not agreement.blocks_agree(4096, 4096, device)
+    assert not agreement.blocks_agree(4096, 4096, device, False)
     left, right = operands("block128", activations(500, 4096), torch.randn(4096, 4096, device="cuda"), (4096,))
-    assert gemm._backend(left, right) == "triton"
+    assert gemm._backend(left, right, False) == "triton"
     agreement.blocks_agree.cache_clear()
 
 

@@ -21,6 +21,13 @@ def test_every_product_compiles_for_hopper_onto_its_tensor_cores():
         assert (counts["griddepcontrol.wait"] > 0) == name.startswith("decode"), (name, counts)
 
 
+def test_only_products_of_decoding_let_the_next_kernel_start_early():
+    """They fetch W and its scales before they wait, so no kernel that writes a weight may be among those."""
+    texts = {path.name: path.read_text() for path in (REPO / "octavo").rglob("*.py")}
+    early = [name for name, text in texts.items() if "gdc_launch_dependents" in text or "launch_pdl" in text]
+    assert early == ["decode_gemm.py"]
+
+
 INTERPRETED = """
 import torch
 from octavo.kernels import triton_gemm
@@ -38,8 +45,10 @@ for M, N, K in ((1, 128, 128), (20, 200, 256), (150, 72, 384)):
     got = triton_gemm.triton_product("block", left.q, right.q, scale, right.scale, None, torch.float32) + bias
     assert got.shape == (M, N) and exact.abs().max() > 1
     assert (got.double() - exact).abs().max() < 1e-5 * exact.abs().max(), (M, N, K)
-    decoded = triton_gemm.decode_weight(right.q, right.scale)
+    decoded = triton_gemm.decode_weight(right.q, right.scale, K)
     assert torch.allclose(decoded.float(), right.dequantize(), rtol=2.0**-7, atol=0.0)  # it cuts BF16 off
+    part = triton_gemm.decode_weight(right.q, right.scale, K - 56)
+    assert part.is_contiguous() and torch.equal(part, decoded[:, : K - 56])
     right.scale[0, 0] *= 2.0
     other = triton_gemm.triton_product("block", left.q, right.q, scale, right.scale, None, torch.float32)
     assert (other + bias - got).abs()[:, :128].amax() > 0.01
@@ -80,3 +89,7 @@ def test_kernels_import_without_triton():
         "    sys.exit('no error')\n"
     )
     in_another_process("-c", script)
+
+
+def test_what_compute_sanitizer_watches_runs():
+    assert "every kernel ran on cpu" in in_another_process(REPO / "tests/kernels/small_shapes.py", "cpu")

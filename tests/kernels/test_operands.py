@@ -6,11 +6,11 @@ import torch
 
 from octavo.kernels import agreement, gemm
 from octavo.kernels.gemm import product
-from octavo.kernels.operands import Operand, kernel_operand, quantize_matrix
+from octavo.kernels.operands import Operand, _filled, kernel_operand, quantize_matrix
 from octavo.numerics.error import relative_error
 from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X1, BLOCK_128X128, PER_COLUMN, PER_ROW, PER_TENSOR
 
-SPLITS = [(256, 128), (96, 48), (130,), (1,)]
+SPLITS = [(256, 128), (96, 48), (40, 32), (130,), (1,)]
 every_split = pytest.mark.parametrize("splits", SPLITS)
 BLOCKS = [BLOCK_1X128, BLOCK_128X1, BLOCK_128X128, PER_COLUMN, PER_ROW, PER_TENSOR]
 
@@ -38,6 +38,19 @@ def test_a_prepared_matrix_decodes_to_itself(quant_block, splits, width):
                 assert len(operand.scale) == len(operand.values)
             filled = operand.values.double().abs().sum() - side.q.double().abs().sum()
             assert filled == 0.0, "what fills up blocks is zeros"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_operands_are_packed_and_aligned_as_bulk_copies_want(dtype):
+    wide = torch.randn(5, 300).to(dtype)
+    odd = torch.zeros(128 * 5 + 1, dtype=dtype)[1:].view(5, 128).copy_(wide[:, :128])
+    for x in (wide[:, :128], wide[:1, 7:135], wide[:, 7:135], odd, wide[:, :128].T.contiguous().T):
+        assert x.stride() != (128, 1) or x.data_ptr() % 16 != 0
+        filled = _filled(x, [0, 128], 16)
+        assert filled.stride() == (128, 1) and filled.data_ptr() % 16 == 0
+        assert torch.equal(filled.float(), x.float()) and filled.float().abs().sum() > 0
+    packed = wide[:, :128].contiguous()
+    assert _filled(packed, [0, 128], 16) is packed
 
 
 @pytest.fixture
@@ -127,7 +140,7 @@ def test_where_back_ends_do_not_agree_triton_does_it_all(kernels, monkeypatch):
     assert kernels == ["scaled_mm", "triton"]
 
 
-def test_named_back_ends_refuse_what_they_do_not_take(kernels):
+def test_named_back_ends_refuse_what_they_do_not_take(kernels, monkeypatch):
     x, w = torch.randn(300, 128), torch.randn(64, 128)
     rows = [kernel_operand(quantize_matrix(t, PER_ROW)) for t in (x, w)]
     blocks = [kernel_operand(quantize_matrix(x, BLOCK_1X128)), kernel_operand(quantize_matrix(w, BLOCK_128X128))]
@@ -140,6 +153,9 @@ def test_named_back_ends_refuse_what_they_do_not_take(kernels):
     ):
         with pytest.raises(ValueError, match=message):
             product(*pair, backend=backend)
+    monkeypatch.setattr(gemm, "HAS_GLUON", False)
+    with pytest.raises(ValueError, match="'triton' does not multiply FP8 by rows"):
+        product(kernel_operand(quantize_matrix(x[:8], PER_ROW)), rows[1], backend="triton")
     reference = [quantize_matrix(x, BLOCK_1X128).operand(), quantize_matrix(w, BLOCK_128X128).operand()]
     with pytest.raises(ValueError, match="backend 'triton' does not take operands of torch.float64"):
         product(*reference, backend="triton")

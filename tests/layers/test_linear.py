@@ -121,8 +121,39 @@ def test_saved_activations_in_fp8_and_bf16_give_the_same_gradients(name):
     assert isinstance(saved, QuantizedMatrix) and saved.q.dtype == torch.float8_e4m3fn
     assert torch.equal(saved.dequantize(), hat(pad_tokens(x), GEMMS[name][2][1]).float())
     assert layers[1].save_activation(x) is x
-    kept = layers[0](x).grad_fn.saved_x  # what the graph holds on to, not X itself
-    assert isinstance(kept, QuantizedMatrix) and kept.q.element_size() == 1
+    kept = layers[0](x).grad_fn.saved_tensors  # what the graph holds on to, not X itself
+    assert saved.q.shape in [t.shape for t in kept if t is not None and t.dtype == torch.float8_e4m3fn]
+    assert not any(t is not None and t.data_ptr() == x.data_ptr() for t in kept)
+
+
+@every_recipe
+def test_the_backward_lets_go_of_what_the_forward_kept(name):
+    layer = make_layer(name)
+    x, grad_y = make_batch(layer, 150)
+    y = layer(x)
+    y.backward(grad_y)
+    with pytest.raises(RuntimeError, match="already been freed"):
+        y.grad_fn.saved_tensors  # noqa: B018
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward(grad_y)
+
+
+@every_recipe
+def test_what_changes_between_forward_and_backward_is_refused(name):
+    layer = make_layer(name)
+    x, grad_y = make_batch(layer, 150)
+    y = layer(x)
+    layer.requantize_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(grad_y)
+    y = layer(x)
+    x.mul_(2.0)
+    if layer.recipe.saved_activations == "fp8":
+        y.backward(grad_y)
+        assert torch.equal(layer.weight.grad, run(layer, x / 2.0, grad_y)[2])
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(grad_y)
 
 
 def test_wgrad_may_stay_in_bf16():

@@ -1,5 +1,8 @@
 """What FP8Linear hands to kernels on a GPU, on any machine: their products in float64, with the layouts they take."""
 
+import copy
+from dataclasses import replace
+
 import kernel_products
 import pytest
 import torch
@@ -8,6 +11,7 @@ from linear_layers import GEMMS, hat, make_batch, make_layer, run, static_scale,
 from octavo.layers import linear
 from octavo.layers.linear import FP8Linear
 from octavo.numerics.error import relative_error
+from octavo.numerics.recipe import get_recipe
 
 KERNELS = [name for name in GEMMS if name != "fp32"]
 SHAPES = {
@@ -48,9 +52,9 @@ def test_three_products_of_what_is_declared(called, name, shape, T):
 @pytest.mark.parametrize("name", ["block128", "w8a16"])
 def test_the_transposed_weight_is_written_in_place_and_seen(called, name):
     layer = make_layer(name, SHAPES["aligned"][1], in_features=256)
-    address = layer.weight_t.data_ptr()
     x, grad_y = make_batch(layer, 128)
     before = run(layer, x, grad_y)
+    address = layer.weight_t.data_ptr()
     with torch.no_grad():
         layer.weight.mul_(1.5).add_(torch.randn_like(layer.weight) * 0.1)
     layer.requantize_()
@@ -64,12 +68,72 @@ def test_the_transposed_weight_is_written_in_place_and_seen(called, name):
     assert not torch.equal(y, before[0]) and not torch.equal(grad_x, before[1])
 
 
-def test_a_forward_only_recipe_keeps_no_transpose(called):
-    layer = make_layer("fp8_channel", SHAPES["aligned"][1], in_features=256)
-    assert layer.weight_t is None
+@pytest.mark.parametrize("name, block", [("fp8_channel", (1, None)), ("block128", (1, 128))])
+def test_a_layer_that_only_runs_forward_keeps_no_transpose(called, name, block):
+    layer = make_layer(name, SHAPES["aligned"][1], in_features=256)
     x = make_batch(layer, 5)[0]
     with torch.no_grad():
-        assert close(layer(x), hat(x, (1, None)) @ weight_hat(layer, "fp8_channel", (1, None)).T)
+        assert close(layer(x), hat(x, block) @ weight_hat(layer, name, layer.recipe.fprop.right).T)
+    layer.requantize_()
+    assert layer.weight_t is None
+
+
+def dgrad_is_of_its_bytes(layer, x, grad_y):
+    layer_bytes = layer.quantized_weight("weight_q").dequantize().double()
+    return close(run(layer, x, grad_y)[1], hat(grad_y, (1, 128)) @ layer_bytes)
+
+
+@pytest.mark.parametrize("name", ["block128", "w8a16"])
+def test_the_transposed_weight_is_of_the_bytes_whoever_wrote_them(called, monkeypatch, name):
+    layer = make_layer(name, SHAPES["aligned"][1], in_features=256)
+    batch = make_batch(layer, 128)
+    assert dgrad_is_of_its_bytes(layer, *batch)
+    layer.weight_q.view(torch.uint8)[:, :128] ^= 0x80
+    assert dgrad_is_of_its_bytes(layer, *batch)
+    with torch.no_grad():
+        layer.weight.mul_(-1.5)
+    monkeypatch.setattr(FP8Linear, "uses_kernels", False)  # as after a move to a CPU
+    layer.requantize_()
+    monkeypatch.setattr(FP8Linear, "uses_kernels", True)
+    assert dgrad_is_of_its_bytes(layer, *batch)
+    assert dgrad_is_of_its_bytes(copy.deepcopy(layer), *batch)
+
+
+def test_what_a_kernel_writes_counts_as_written(called, monkeypatch):
+    """A kernel raises no version counter of its own."""
+
+    def as_kernel(w, rounding, *, transposed, out):
+        linear_cast(w, rounding, transposed=transposed, out=tuple(t if t is None else t.data for t in out))
+
+    linear_cast = linear.cast_128x128
+    monkeypatch.setattr(linear, "cast_128x128", as_kernel)
+    layer = make_layer("block128", SHAPES["aligned"][1], in_features=256)
+    x, grad_y = make_batch(layer, 128)
+    layer(x.requires_grad_())
+    with torch.no_grad():
+        layer.weight.mul_(-1.5)
+    y = layer(x)
+    layer.requantize_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(grad_y)
+    assert dgrad_is_of_its_bytes(layer, x, grad_y)
+
+
+@pytest.mark.parametrize("square", ["fprop", "dgrad"])
+def test_the_transposed_weight_is_that_of_dgrad(called, square):
+    """Where the two products quantise W differently."""
+    recipes = {"fprop": ("block128", "rowwise"), "dgrad": ("rowwise", "block128")}[square]
+    fprop, backward = (get_recipe(name) for name in recipes)
+    layer = make_layer(replace(fprop, dgrad=backward.dgrad), SHAPES["aligned"][1], in_features=256)
+    x, grad_y = make_batch(layer, 128)
+    for _ in range(2):
+        y, grad_x = run(layer, x, grad_y)[:2]
+        assert close(y, hat(x, fprop.fprop.left) @ weight_hat(layer, fprop.name, fprop.fprop.right).T)
+        exact = hat(grad_y, backward.dgrad.left, layer.splits) @ weight_hat(layer, "", backward.dgrad.right)
+        assert close(grad_x, exact)
+        with torch.no_grad():
+            layer.weight.mul_(-1.5)
+        layer.requantize_()
 
 
 def test_one_cast_serves_two_products_where_it_can(called, monkeypatch):

@@ -1,6 +1,7 @@
 """The decoder against transformers: logits, gradients; and which of its bytes follow the masters."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -192,6 +193,17 @@ def test_requantize_writes_in_place():
     for name, buffer in decoder.named_buffers():
         changed = not torch.equal(buffer.view(torch.uint8), old[name])
         assert changed == (name not in ("cos", "sin")), name
+
+
+def test_a_decoder_that_is_moved_keeps_nothing_where_it_was():
+    decoder = tiny_decoder(tiny_config("qwen3", num_hidden_layers=1), get_recipe("block128"))
+    packed_logits(decoder, SEQUENCES[:1])
+    operands = decoder._head_operand(), decoder.layers[0].o_proj.weight_operand()
+    kept = [weakref.ref(operand.values) for operand in operands]
+    del operands
+    assert all(tensor() is not None for tensor in kept)
+    decoder.to("cpu")
+    assert all(tensor() is None for tensor in kept)
 
 
 def test_a_copied_decoder_reads_its_own_weights():

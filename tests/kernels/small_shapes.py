@@ -1,0 +1,60 @@
+"""Every kernel once on small, ragged shapes: what compute-sanitizer watches in `make sanitize`.
+
+python tests/kernels/small_shapes.py [cuda | cpu]    # a CPU runs the references: the script itself is tested
+"""
+
+import sys
+
+import torch
+
+from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_both, cast_columns, cast_rows, cast_tensor
+from octavo.kernels.logprobs import logits_from_hidden, sampling_weights, token_logprobs
+from octavo.kernels.norm import add_rms_norm_cast, rms_norm
+from octavo.kernels.operands import grid_operand
+from octavo.kernels.swiglu import swiglu, swiglu_backward_cast, swiglu_cast
+from octavo.layers.linear import FP8Linear
+from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
+
+
+def main(device: str) -> None:
+    """Casts, producers, linear layers of every recipe in decode and training, lm_head."""
+    torch.manual_seed(0)
+
+    def random(*shape: int, grad: bool = False) -> torch.Tensor:
+        return torch.randn(*shape, device=device).bfloat16().requires_grad_(grad)
+
+    for T, K in ((1, 16), (130, 200), (256, 384)):
+        x, w = random(T, K), torch.randn(T, K, device=device)
+        for cast in (cast_rows, cast_1x128, cast_128x1, cast_both, cast_columns, cast_tensor, cast_128x128):
+            cast(x), cast(w)
+        add_rms_norm_cast(x, random(T, K), torch.ones(K, device=device), 1e-6, transposed=True)
+        rms_norm(random(T, K, grad=True), torch.ones(K, device=device), 1e-6).sum().backward()
+        gate_up = random(T, 2 * K, grad=True)
+        swiglu(gate_up).sum().backward()
+        swiglu_cast(gate_up.detach(), transposed=True), swiglu_backward_cast(gate_up.detach(), random(T, K))
+    for name in RECIPE_NAMES:
+        for K, projections in (
+            (256, {"q_proj": 256, "k_proj": 128, "v_proj": 128}),
+            (200, {"q_proj": 192, "k_proj": 64}),
+        ):
+            layer = FP8Linear(K, projections, bias=True, recipe=get_recipe(name), path="layer")
+            torch.nn.init.normal_(layer.weight), torch.nn.init.normal_(layer.bias)
+            layer.to(device).requantize_()
+            for T in (1, 20, 77, 128, 200):
+                x = random(T, K, grad=True) if name != "fp32" else torch.randn(T, K, device=device, requires_grad=True)
+                layer(x).sum().backward()
+                with torch.no_grad():
+                    layer(x.detach())
+    for T, D, V in ((1, 64, 100), (70, 200, 1000)):
+        hidden, weight, tokens = random(T, D, grad=True), random(V, D), torch.randint(V, (T,), device=device)
+        operand = grid_operand(weight)
+        logprobs, _ = token_logprobs(hidden, weight.float().requires_grad_(), operand, tokens, 0.8)
+        logprobs.sum().backward()
+        sampling_weights(logits_from_hidden(hidden.detach(), operand))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(f"every kernel ran on {device}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "cuda")
