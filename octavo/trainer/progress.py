@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from octavo import __version__
 from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
-from octavo.rl.calibration import CalibrationStatistics
+from octavo.rl.calibration import Statistics, read_statistics
+from octavo.rl.calibration_trigger import Watch
 from octavo.rl.losses import ClipBounds
 
 
@@ -31,8 +32,10 @@ class Progress:
     """Of the ratio; calibrated clipping moves them."""
     next_step: int = 0
     """Steps done."""
-    pool: list[CalibrationStatistics] = field(default_factory=list)
+    pool: list[Statistics] = field(default_factory=list)
     """Statistics measured since the last calibration."""
+    watch: Watch = field(default_factory=Watch)
+    """What calls the next calibration."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics before step 0; empty until they are measured, or without evaluation."""
     best_accuracy: float = -1.0
@@ -49,9 +52,10 @@ class Progress:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Progress:
         """The inverse of `to_json`, also after JSON turned tuples into lists."""
-        values = {entry.name: data[entry.name] for entry in fields(cls)}
+        values = {entry.name: data[entry.name] for entry in fields(cls) if entry.name in data}  # an older run's too
         values["bounds"] = ClipBounds(**values["bounds"])
-        values["pool"] = [CalibrationStatistics.from_json(item) for item in values["pool"]]
+        values["pool"] = [read_statistics(item) for item in values["pool"]]
+        values["watch"] = Watch.from_json(data["watch"]) if "watch" in data else Watch()
         return cls(**values)
 
 

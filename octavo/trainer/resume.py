@@ -153,6 +153,7 @@ class Session:
         self.optimizer.update = state["policy_version"]
         for decoder in self.run.decoders:
             decoder.requantize_()
+        self.run.reference.requantize_()
         self.progress, self._saved = Progress.from_json(state["progress"]), checkpoint.path.name
         trainer = self.run.config.trainer  # of a changed config too, whose other updates the schedule must not count
         updates_left = (trainer.num_steps - self.progress.next_step) * trainer.num_mini_batches
@@ -179,6 +180,7 @@ class Session:
             "policy": {name: parameter.detach() for name, parameter in self.run.policy.named_parameters()},
             "optimizer": self.optimizer.moments(),
             "scales": state_of.static_scales(self.run.decoders),
+            "reference": self.run.reference.tensors(),
         }
 
     @cached_property

@@ -17,6 +17,7 @@ from octavo.models.checkpoint import load_decoder, weight_files
 from octavo.models.decoder import Decoder
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
+from octavo.numerics.recipe import get_recipe
 from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import uniform_bits
 from octavo.tasks.problem import Problem, Task
@@ -27,8 +28,9 @@ from octavo.trainer.interrupt import Interrupts
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.precision import check_live, declared_flow, flow_lines
+from octavo.trainer.reference import Reference
 
-TRAINING, EVALUATION = 0, 1
+TRAINING, EVALUATION, SHADOW = 0, 1, 2
 """Streams of random numbers."""
 
 
@@ -52,6 +54,10 @@ class Run:
     test_problems: Sequence[EncodedProblem]
     policy: Decoder
     engine: Engine
+    shadow: Decoder
+    """The policy, whose masters are multiplied in BF16, or a decoder that multiplies them in FP32."""
+    reference: Reference
+    """What stands for BF16 when bounds are calibrated."""
     display: Display
     interrupts: Interrupts = field(default_factory=Interrupts)
     """Asked during rollout and evaluation whether to stop."""
@@ -67,8 +73,8 @@ class Run:
 
     @property
     def decoders(self) -> list[Decoder]:
-        """All that read the masters: the policy and, where the rollout is another forward, the engine's own."""
-        return list(dict.fromkeys([self.policy, self.engine.decoder]))
+        """All that read the masters: the policy and, where rollout or shadow are another forward, their own."""
+        return list(dict.fromkeys([self.policy, self.engine.decoder, self.shadow]))
 
     def seed(self, stream: int, step: int) -> int:
         """Of the engine's random numbers in one step."""
@@ -125,6 +131,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     check_live(flow, policy, engine)
     for line in flow_lines(flow):
         display.line(line)
+    in_fp32 = config.algorithm.loss_shadow == "fp32_shadow"
     return Run(
         config=config,
         flow=flow,
@@ -134,6 +141,8 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         test_problems=test_problems,
         policy=policy,
         engine=engine,
+        shadow=policy.with_recipe(get_recipe("fp32")) if in_fp32 else policy,
+        reference=Reference(policy, config.calibration, config.rollout.sampling.temperature),
         display=display,
     )
 

@@ -60,7 +60,7 @@ def test_every_bound_can_be_recomputed_from_the_metrics(finished):
     for line in lines:
         assert (line["clip/low"], line["clip/high"]) == (bounds.low, bounds.high)
         if "calibration/low" in line:
-            before, statistics = statistics_from_metrics(line)
+            before, statistics = statistics_from_metrics(line, config.calibration)
             assert before == bounds
             result = calibrate(before, statistics, config.calibration)
             assert (line["calibration/low"], line["calibration/high"]) == (result.bounds.low, result.bounds.high)
