@@ -44,7 +44,9 @@ class Microbatch:
     returns: Tensor | None = None
     """[T] fp32, what the critic is trained towards."""
     shadow_old_logprobs: Tensor | None = None
-    """[T] fp32 of the BF16 shadow with the weights that sampled, when measured."""
+    """[T] fp32 of the shadow with the weights that sampled, when measured or when the loss wants it."""
+    reference_old_logprobs: Tensor | None = None
+    """[T] fp32 of calibration's reference before the step's updates, 0 in completions that it does not look at."""
 
     @property
     def completion_positions(self) -> Tensor:
@@ -127,6 +129,23 @@ def pack(
             )
         )
     return batches
+
+
+def select(microbatch: Microbatch, kept: Tensor) -> Microbatch:
+    """The microbatch of some of its sequences, kept [N] bool; their tokens stay in order."""
+    lengths = microbatch.cu_seqlens.diff()[kept]
+    tokens = kept[microbatch.sequence_index]
+    per_token = {
+        field.name: value[tokens]
+        for field in fields(microbatch)
+        if field.name not in ("cu_seqlens", "sequence_index") and (value := getattr(microbatch, field.name)) is not None
+    }
+    return replace(
+        microbatch,
+        **per_token,
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        sequence_index=torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths),
+    )
 
 
 def _check(completion: Completion, prompt_index: int) -> None:

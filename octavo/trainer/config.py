@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from octavo.numerics.fp8 import ScaleRounding
 from octavo.numerics.recipe import FORWARD_ONLY, Recipe, RecipeName, StorageFormat, get_recipe
 from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
-from octavo.rl.calibration import CalibrationConfig
+from octavo.rl.calibration_config import ExactCalibration, GridCalibration, SymmetricCalibration
+from octavo.rl.calibration_losses import plain_bounds, refusal, scale_of
 from octavo.rl.corrections import IcePop, SequenceMask, SequenceTIS
 from octavo.rl.dynamic_sampling import DynamicSamplingConfig
 from octavo.rl.gae import GAEConfig
@@ -28,6 +29,8 @@ from octavo.trainer.optimizer import OptimizerConfig
 from octavo.trainer.trackers import TrackingConfig
 from octavo.trainer.watch import WatchConfig
 
+RatioSource = Literal["training", "bf16_shadow", "fp32_shadow"]
+"""Whose ratio a loss takes."""
 MAX_COMPLETIONS = 2**20
 """Of a step; their prompts alone would take minutes to list."""
 
@@ -177,6 +180,11 @@ class AlgorithmConfig:
     """What else than token weights corrects for a rollout by another numerics."""
     tis_cap: float = 2.0
     """C: without a correction, importance weights are min(exp(old_logprobs - rollout_logprobs), C). At least 1."""
+    ratio_from: RatioSource = "training"
+    """Whose ratio the loss weighs and clips by; the gradient is training's. bf16_shadow, fp32_shadow: two more forwards
+    on the masters of every token. What calibration can reach at best."""
+    clip_mask_from: RatioSource = "training"
+    """Whose ratio says which tokens are clipped; those that are not weigh by training's."""
     kl: KLConfig = field(default_factory=KLConfig)
     """Penalty on the distance to the model that training started from; coefficient 0 loads no reference."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
@@ -203,19 +211,27 @@ class AlgorithmConfig:
                 f"clip out and set what is under loss"
             )
 
-    def calibration_refusal(self) -> str:
-        """Why calibrated clipping is wrong for the loss; empty where it is right."""
-        if not isinstance(self.loss, PPOClip):
-            return (
-                f"calibration moves the bounds of ppo_clip, at which a token's ratio loses its gradient, and "
-                f"algorithm.loss.type={self.loss.type_name} has no such bounds to move"
+        if "training" not in (self.ratio_from, self.clip_mask_from):
+            raise ValueError(
+                f"ratio_from={self.ratio_from} takes the whole ratio from a shadow, and clip_mask_from="
+                f"{self.clip_mask_from} its clip mask alone. Use one of them"
             )
-        if self.loss.dual_clip is not None:
-            return (
-                f"calibration balances punished tokens at any ratio above the low bound, and "
-                f"algorithm.loss.dual_clip={self.loss.dual_clip} drops some of them"
+        takes = PPOClip | GSPO if self.clip_mask_from != "training" else PPOClip | GSPO | CISPO
+        if self.loss_shadow != "training" and not isinstance(self.loss, takes):
+            raise ValueError(
+                f"a ratio or clip mask from {self.loss_shadow} is for losses with fixed bounds on the ratio, and "
+                f"loss.type={self.loss.type_name} has none. Use 'training'"
             )
-        return ""
+        if self.clip_mask_from != "training" and isinstance(self.loss, PPOClip) and self.loss.dual_clip is not None:
+            raise ValueError(
+                f"clip_mask_from={self.clip_mask_from} leaves training's ratio without bounds, and loss.dual_clip="
+                f"{self.loss.dual_clip} is one. Use ratio_from={self.clip_mask_from}, or dual_clip: null"
+            )
+
+    @property
+    def loss_shadow(self) -> RatioSource:
+        """The shadow that the loss takes its ratio or clip mask from; training for none."""
+        return self.ratio_from if self.clip_mask_from == "training" else self.clip_mask_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,8 +295,11 @@ class TrainConfig:
     task: ArithmeticConfig | GSM8KConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    calibration: CalibrationConfig | None = field(default_factory=CalibrationConfig)
-    """Calibrated clipping, for ppo_clip without dual_clip; null keeps the bounds of algorithm.clip."""
+    calibration: GridCalibration | ExactCalibration | SymmetricCalibration | None = field(
+        default_factory=GridCalibration
+    )
+    """Calibrated clipping, for ppo_clip without dual_clip, gspo and cispo; null keeps the bounds of algorithm.clip or
+    of the loss."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """Of PPO, which algorithm.advantage.type=gae makes it."""
     watch: WatchConfig | None = field(default_factory=WatchConfig)
@@ -334,16 +353,17 @@ class TrainConfig:
                 "calibration needs ratios that differ from 1, and with trainer.num_mini_batches=1 every ratio is 1. "
                 "Use trainer.num_mini_batches >= 2, or calibration: null"
             )
-        if self.calibration is not None and (refusal := self.algorithm.calibration_refusal()):
-            raise ValueError(f"{refusal}. Use calibration: null")
-        action = None if self.watch is None else self.watch.action
-        if action == "recalibrate" and self.calibration is None:
-            raise ValueError("watch.action=recalibrate wants a calibration. Use another action, or calibration: {}")
-        recipes = self.precision.rollout_recipe(), self.precision.train_recipe()
-        if action == "bf16_forward" and not any(recipe.quantizes for recipe in recipes):
+        if self.calibration is not None and (reason := refusal(self.algorithm.loss, self.calibration)):
+            raise ValueError(reason)
+        if self.calibration is not None and self.algorithm.loss_shadow != "training":
             raise ValueError(
-                f"watch.action=bf16_forward changes nothing under precision.recipe={self.precision.recipe}. Use another"
+                f"the loss clips by {self.algorithm.loss_shadow}, whose ratios lack the noise that calibration makes "
+                f"up for. Use calibration: null, or algorithm.ratio_from and clip_mask_from: training"
             )
+        recipes = self.precision.rollout_recipe(), self.precision.train_recipe()
+        quantizes = any(recipe.quantizes for recipe in recipes)
+        if self.watch is not None and (reason := self.watch.refusal(self.calibration is not None, quantizes)):
+            raise ValueError(reason)
         if self.algorithm.overlong.buffer_tokens > rollout.max_completion_tokens:
             raise ValueError(
                 f"algorithm.overlong.buffer_tokens={self.algorithm.overlong.buffer_tokens} is more than "
@@ -357,8 +377,11 @@ class TrainConfig:
             )
 
     def start_bounds(self) -> ClipBounds:
-        """Bounds of ppo_clip in step 0."""
-        return self.algorithm.clip.bounds() if self.calibration is None else self.calibration.start_bounds()
+        """Bounds on the ratio in step 0."""
+        loss = self.algorithm.loss
+        if self.calibration is None:
+            return plain_bounds(loss, self.algorithm.clip)
+        return self.calibration.start_bounds(scale_of(loss))
 
     @property
     def max_tokens(self) -> int:

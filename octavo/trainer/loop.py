@@ -27,7 +27,7 @@ from octavo.trainer.policy import gathered_weights, packed_logprobs, weights_of
 from octavo.trainer.progress import Progress
 from octavo.trainer.rollout import batches, collect, judge, logged_samples, rollout_metrics
 from octavo.trainer.run import Run
-from octavo.trainer.shadow import annotate_shadow, measure_shadow, shadow_wanted
+from octavo.trainer.shadow import annotate_shadow, loss_of_shadow, measure_shadow, shadow_wanted, with_shadow
 
 
 def train_step(
@@ -65,7 +65,8 @@ def train_step(
     record.samples = logged_samples(run, groups, advantages)
 
     bounds = config.start_bounds() if config.calibration is None else progress.bounds
-    measures = progress.recalibrate or shadow_wanted(config, step)
+    measures = shadow_wanted(config, progress, step)
+    run.reference.start_step_(step)
     with clock.phase("old_logprobs"):
         mini_batches = [annotate(run, reference, batch) for batch in mini_batches]  # old, ref logprobs
         metrics |= check_mismatch(run, mini_batches)
@@ -73,9 +74,12 @@ def train_step(
         with clock.phase("critic"):
             mini_batches = judge_tokens(run, critic, mini_batches)  # values, token advantages, returns
             metrics |= learn_values(config, critic, mini_batches)
+    if config.algorithm.loss_shadow != "training":
+        with clock.phase("shadow"):
+            mini_batches = [with_shadow(run, batch) for batch in mini_batches]  # the loss's shadow, old
     if measures:
         with clock.phase("shadow"):
-            mini_batches[-1] = annotate_shadow(run, mini_batches[-1])  # BF16 shadow, old
+            mini_batches[-1] = annotate_shadow(run, progress, mini_batches[-1], step)  # BF16 shadow, old
 
     with run.display.bar("update", sum(len(batch.microbatches) for batch in mini_batches)) as advance:
         for index, mini_batch in enumerate(mini_batches):
@@ -89,6 +93,7 @@ def train_step(
                 learned |= optimizer.skip() if warms_up(config, step) else optimizer.step()
                 for decoder in run.decoders:
                     decoder.requantize_()  # the engine's bytes too
+                run.reference.follow_()
     progress.next_prompt += len(drawn.problems)
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)
@@ -136,7 +141,11 @@ def accumulate(run: Run, mini_batch: MiniBatch, clip: ClipBounds, advance: Any) 
     for index, microbatch in enumerate(mini_batch.microbatches):
         logprobs, entropy = packed_logprobs(run.policy, microbatch, rollout.sampling.temperature)
         weights = weights_of(run.config, microbatch)
-        token_losses = policy_losses(algorithm.loss, logprobs, microbatch, bounds, weights)
+        if algorithm.loss_shadow == "training":
+            token_losses = policy_losses(algorithm.loss, logprobs, microbatch, bounds, weights)
+            left_out = dropped_tokens(algorithm.loss, logprobs, microbatch, bounds)
+        else:
+            token_losses, left_out = loss_of_shadow(run, microbatch, logprobs, bounds, weights)
         if microbatch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, microbatch.ref_logprobs, algorithm.kl.estimator)
             total_kl += kl.detach()[microbatch.loss_mask].sum().item()
@@ -158,7 +167,7 @@ def accumulate(run: Run, mini_batch: MiniBatch, clip: ClipBounds, advance: Any) 
         loss.backward()
         parts.append(logprobs.detach())
         entropies.append(entropy)
-        dropped.append(dropped_tokens(algorithm.loss, logprobs, microbatch, bounds))
+        dropped.append(left_out)
         advance(1)
     logprobs = torch.cat(parts)
     ratio = torch.exp(logprobs - mini_batch.gather("old_logprobs"))

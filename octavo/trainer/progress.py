@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from octavo import __version__
 from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
-from octavo.rl.calibration import CalibrationStatistics
+from octavo.rl.calibration import Statistics, read_statistics
+from octavo.rl.calibration_trigger import Watch
 from octavo.rl.losses import ClipBounds
 from octavo.trainer.watch import SignalState, first_onset
 
@@ -34,8 +35,10 @@ class Progress:
     """Steps done."""
     next_prompt: int = 0
     """Training problems drawn; place of the next in the order of all epochs."""
-    pool: list[CalibrationStatistics] = field(default_factory=list)
+    pool: list[Statistics] = field(default_factory=list)
     """Statistics measured since the last calibration."""
+    watch: Watch = field(default_factory=Watch)
+    """What calls the next calibration."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics before step 0; empty until they are measured, or without evaluation."""
     best_accuracy: float = -1.0
@@ -44,10 +47,8 @@ class Progress:
     """Name of the checkpoint that had it."""
     pending: dict[str, Any] | None = None
     """`metrics` and `samples` of the step before `next_step`, while its evaluation is to come and they wait for it."""
-    watch: dict[str, SignalState] = field(default_factory=dict)
+    signals: dict[str, SignalState] = field(default_factory=dict)
     """Early warning: what is known of each signal."""
-    recalibrate: bool = False
-    """The next step calibrates the bounds, due or not."""
     bf16_steps_left: int = 0
     """Steps for which rollout and training still run in BF16."""
     rollbacks: int = 0
@@ -60,16 +61,17 @@ class Progress:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Progress:
         """The inverse of `to_json`, also after JSON turned tuples into lists."""
-        values = {entry.name: data[entry.name] for entry in fields(cls) if entry.name in data}
+        values = {entry.name: data[entry.name] for entry in fields(cls) if entry.name in data}  # an older run's too
         values["bounds"] = ClipBounds(**values["bounds"])
-        values["pool"] = [CalibrationStatistics.from_json(item) for item in values["pool"]]
-        values["watch"] = {name: SignalState(**state) for name, state in values.get("watch", {}).items()}
+        values["pool"] = [read_statistics(item) for item in values["pool"]]
+        values["watch"] = Watch.from_json(data["watch"]) if "watch" in data else Watch()
+        values["signals"] = {name: SignalState(**state) for name, state in values.get("signals", {}).items()}
         return cls(**values)
 
     @property
     def sound_steps(self) -> int:
         """Steps done before any signal was off, as far as is known now."""
-        onset = first_onset(self.watch)
+        onset = first_onset(self.signals)
         return self.next_step if onset is None else onset
 
 

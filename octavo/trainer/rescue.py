@@ -20,8 +20,8 @@ def watch_pending(session: Session) -> Alarm | None:
     metrics = progress.pending["metrics"]
     if config is None or "rescue/bf16" in metrics:
         return None
-    alarm = observe(progress.watch, metrics, metrics["step"], config)
-    metrics |= watch_metrics(progress.watch, config)
+    alarm = observe(progress.signals, metrics, metrics["step"], config)
+    metrics |= watch_metrics(progress.signals, config)
     if alarm is not None:
         metrics |= {"watch/alarm": str(alarm), "rescue/action": config.action}
     return alarm
@@ -47,11 +47,11 @@ def respond(session: Session, trackers: Trackers, alarm: Alarm) -> None:
     if config.action == "warn":
         return
     if config.action == "recalibrate":
-        progress.recalibrate = True
+        progress.watch.event = f"alarm: {alarm}"
     else:
         progress.bf16_steps_left = config.bf16_steps
         progress.pool.clear()
-    forget(progress.watch)
+    forget(progress.signals)
 
 
 def rolls_back(config: WatchConfig | None) -> bool:

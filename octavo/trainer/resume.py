@@ -190,6 +190,7 @@ class Session:
         self.optimizer.restore(state["policy_version"])
         for decoder in self.run.decoders:
             decoder.requantize_()
+        self.run.reference.requantize_()
         step = state["progress"]["next_step"]
         drawn = step * state["config"]["rollout"]["prompts_per_step"]  # before octavo counted them
         self.progress = Progress.from_json({"next_prompt": drawn} | state["progress"])
@@ -224,7 +225,7 @@ class Session:
         progress, checkpoints = self.progress, self.folder.checkpoints
         remove_newer(self.folder.path, most_steps=rollback.to_step)
         progress.rollbacks = rollback.number
-        for signal in progress.watch.values():
+        for signal in progress.signals.values():
             signal.forget()
         best = progress.best_checkpoint
         if best is not None and not (checkpoints / best).is_dir():  # a better one that is undone had replaced it
@@ -235,6 +236,7 @@ class Session:
             "policy": {name: parameter.detach() for name, parameter in self.run.policy.named_parameters()},
             "optimizer": self.optimizer.moments(),
             "scales": state_of.static_scales(self.run.decoders),
+            "reference": self.run.reference.tensors(),
         }
         if self.critic is not None:
             groups |= {"critic": self.critic.parameters(), "critic_optimizer": self.critic.optimizer.moments()}

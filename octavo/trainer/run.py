@@ -28,8 +28,9 @@ from octavo.trainer.interrupt import Interrupts
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.precision import check_live, declared_flow, flow_lines
+from octavo.trainer.reference import Reference
 
-TRAINING, EVALUATION, ROLLBACK = 0, 1, 2
+TRAINING, EVALUATION, SHADOW, ROLLBACK = 0, 1, 2, 3
 """Streams of random numbers."""
 
 
@@ -53,6 +54,10 @@ class Run:
     test_problems: Sequence[EncodedProblem]
     policy: Decoder
     engine: Engine
+    shadow: Decoder
+    """The policy, whose masters are multiplied in BF16, or a decoder that multiplies them in FP32."""
+    reference: Reference
+    """What stands for BF16 when bounds are calibrated."""
     display: Display
     interrupts: Interrupts = field(default_factory=Interrupts)
     """Asked during rollout and evaluation whether to stop."""
@@ -68,8 +73,8 @@ class Run:
 
     @property
     def decoders(self) -> list[Decoder]:
-        """All that read the masters: the policy and, where the rollout is another forward, the engine's own."""
-        return list(dict.fromkeys([self.policy, self.engine.decoder]))
+        """All that read the masters: the policy and, where rollout or shadow are another forward, their own."""
+        return list(dict.fromkeys([self.policy, self.engine.decoder, self.shadow]))
 
     def seed(self, stream: int, step: int, rollbacks: int = 0) -> int:
         """Of the engine's random numbers in one step."""
@@ -131,6 +136,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     check_live(flow, policy, engine)
     for line in flow_lines(flow):
         display.line(line)
+    in_fp32 = config.algorithm.loss_shadow == "fp32_shadow"
     return Run(
         config=config,
         flow=flow,
@@ -140,6 +146,8 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         test_problems=test_problems,
         policy=policy,
         engine=engine,
+        shadow=policy.with_recipe(get_recipe("fp32")) if in_fp32 else policy,
+        reference=Reference(policy, config.calibration, config.rollout.sampling.temperature),
         display=display,
     )
 
@@ -200,7 +208,8 @@ def in_bf16(run: Run) -> Run:
     """
     policy = run.policy.with_recipe(get_recipe("bf16"))
     engine = Engine(policy, run.config.rollout.engine, tuple(run.engine.stop_token_ids))
-    return replace(run, config=replace(run.config, calibration=None), policy=policy, engine=engine)
+    shadow = policy if run.shadow is run.policy else run.shadow
+    return replace(run, config=replace(run.config, calibration=None), policy=policy, engine=engine, shadow=shadow)
 
 
 def make_optimizer(run: Run) -> Optimizer:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from octavo.models.checkpoint import save_decoder
+from octavo.rl.calibration_trigger import first_watch
 from octavo.rl.policy_loss import fixed_bounds
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import to_dict
@@ -54,7 +55,7 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
             optimizer=make_optimizer(run),
             reference=load_reference(config),
             folder=folder,
-            progress=Progress(bounds=config.start_bounds()),
+            progress=Progress(bounds=config.start_bounds(), watch=first_watch(config.calibration)),
             critic=load_critic(run),
         )
         open_folder(session, point, resume, allow_changes)

@@ -64,6 +64,14 @@ class WatchConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
 
+    def refusal(self, calibrates: bool, quantizes: bool) -> str:
+        """Why the action can do nothing in a run; empty where it can."""
+        if self.action == "recalibrate" and not calibrates:
+            return "watch.action=recalibrate wants a calibration. Use another action, or calibration: {}"
+        if self.action == "bf16_forward" and not quantizes:
+            return "watch.action=bf16_forward changes nothing where no layer is FP8. Use another action"
+        return ""
+
 
 @dataclass(kw_only=True)
 class SignalState:

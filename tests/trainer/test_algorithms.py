@@ -9,6 +9,8 @@ from packed_losses import LOSSES, loss_id
 from training_runs import read_lines, tiny_config
 
 from octavo.rl.advantages import subtract_kl
+from octavo.rl.loss_clipped import PPOClip
+from octavo.rl.loss_sequence import GSPO
 from octavo.trainer import loop
 from octavo.trainer.config_file import to_dict
 from octavo.trainer.metrics import Display
@@ -72,13 +74,18 @@ def test_corrections_weigh_what_another_numerics_sampled(correction, tmp_path):
     assert (line["correction/dropped_share"] > 0.0) == (correction["type"] != "sequence_tis")
 
 
-def test_calibration_is_for_ppo_clip_alone(tmp_path):
-    assert tiny_config(tmp_path).algorithm.calibration_refusal() == ""
-    for config in LOSSES[1:]:
+def test_calibration_is_for_losses_with_fixed_bounds(tmp_path):
+    served = 0
+    for config in LOSSES:
         loss = to_dict(config)
         assert tiny_config(tmp_path, calibration=None, algorithm__loss=loss).calibration is None
-        with pytest.raises(ValueError, match=r"algorithm\.loss\.(type|dual_clip)=.*Use calibration: null"):
-            tiny_config(tmp_path, algorithm__loss=loss)
+        if isinstance(config, GSPO) or config == PPOClip():
+            assert tiny_config(tmp_path, algorithm__loss=loss).calibration is not None
+            served += 1
+        else:
+            with pytest.raises(ValueError, match=r"algorithm\.loss\.(type|dual_clip)=.*calibration: null"):
+                tiny_config(tmp_path, algorithm__loss=loss)
+    assert served == 3
 
 
 def test_bounds_are_chosen_for_the_mini_batch_however_it_is_split(tmp_path):

@@ -61,7 +61,7 @@ def test_every_bound_can_be_recomputed_from_the_metrics(finished):
     for line in lines:
         assert (line["clip/low"], line["clip/high"]) == (bounds.low, bounds.high)
         if "calibration/low" in line:
-            before, statistics = statistics_from_metrics(line)
+            before, statistics = statistics_from_metrics(line, config.calibration)
             assert before == bounds
             result = calibrate(before, statistics, config.calibration)
             assert (line["calibration/low"], line["calibration/high"]) == (result.bounds.low, result.bounds.high)
@@ -174,11 +174,11 @@ def test_loss_and_its_gradient_match_the_formula(tmp_path):
 
 def test_problems_of_a_step_cover_an_epoch_once_and_depend_on_the_seed(tmp_path):
     run = load_run(tiny_config(tmp_path / "run"), Display())
-    epoch = [problem.problem.id for step in range(16) for problem in run.problems_of_step(step)]
+    epoch = [problem.problem.id for step in range(16) for problem in run.problems(4 * step, 4)]
     assert len(epoch) == 64 and len(set(epoch)) == 64
-    assert [p.problem.id for p in run.problems_of_step(16)] != epoch[:4]
+    assert [p.problem.id for p in run.problems(64, 4)] != epoch[:4]
     other = replace(run, config=replace(run.config, seed=1))
-    assert [p.problem.id for step in range(16) for p in other.problems_of_step(step)] != epoch
+    assert [p.problem.id for step in range(16) for p in other.problems(4 * step, 4)] != epoch
 
 
 def test_evaluation_counts_what_it_sampled(tmp_path):

@@ -41,7 +41,7 @@ def alarm_at(monkeypatch, step, onset=None, rollbacks=(0,)):
         )
         if metrics["step"] < first or progress.rollbacks not in rollbacks:
             return None
-        progress.watch["reward"].onset = first
+        progress.signals["reward"].onset = first
         if metrics["step"] != step:
             return None
         metrics["watch/alarm"] = "reward out of line"
@@ -237,7 +237,10 @@ def test_bf16_forward_runs_both_sides_in_bf16_exactly_and_comes_back(tmp_path, m
     "changes, message",
     [
         ({"watch": {"action": "recalibrate"}, "calibration": None}, "watch.action=recalibrate wants a calibration"),
-        ({"watch": {"action": "bf16_forward"}, "precision": {"recipe": "bf16"}}, "changes nothing under .*=bf16"),
+        (
+            {"watch": {"action": "bf16_forward"}, "precision": {"recipe": "bf16"}},
+            "changes nothing where no layer is FP8",
+        ),
     ],
 )
 def test_an_action_that_can_do_nothing_is_refused(changes, message, tmp_path):

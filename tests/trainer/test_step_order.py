@@ -118,7 +118,8 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
     problems = run.problems(0, 4)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
     (batch,) = pack(sample(run, problems, 0), advantages, num_mini_batches=1, microbatch_tokens=8192)
-    batch = shadow_of.annotate_shadow(run, loop.annotate(run, None, batch))
+    progress = Progress(bounds=run.config.start_bounds())
+    batch = shadow_of.annotate_shadow(run, progress, loop.annotate(run, None, batch), 0)
     (microbatch,) = batch.microbatches
     with torch.no_grad():  # ratios that are not all 1
         for parameter in run.policy.parameters():

@@ -122,7 +122,7 @@ def test_what_a_step_did_not_measure_is_passed_over():
 def test_the_state_survives_json():
     progress = Progress(bounds=ClipBounds(low=0.8, high=1.2))
     for step in range(10):
-        observe(progress.watch, {**HEALTHY, "reward/mean": 0.5 - 0.2 * (step > 8)}, step, CONFIG)
+        observe(progress.signals, {**HEALTHY, "reward/mean": 0.5 - 0.2 * (step > 8)}, step, CONFIG)
     assert Progress.from_json(progress.to_json()) == progress and progress.sound_steps == 9
 
 
