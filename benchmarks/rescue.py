@@ -33,6 +33,7 @@ from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.metrics import Display
 from octavo.trainer.resume import Session
+from octavo.trainer.run import Run
 
 REPO = Path(__file__).resolve().parents[1]
 NUM_STEPS, DAMAGED_FROM, LAST = 50, 25, 10
@@ -49,7 +50,7 @@ SETTINGS = [
 @contextmanager
 def damage(kind: str) -> Iterator[None]:
     """Inside, every run without a rollback is damaged after each of its steps from DAMAGED_FROM on."""
-    one_step, annotate = train.one_step, loop.annotate
+    one_step, check_mismatch = train.one_step, loop.check_mismatch
     amount = [0]
 
     def damaged_step(session: Session) -> dict:
@@ -60,17 +61,20 @@ def damage(kind: str) -> Iterator[None]:
             damage_weights(session, 0.1 * amount[0])
         return pending
 
-    def noisy(*arguments: object) -> MiniBatch:
-        batch = annotate(*arguments)  # type: ignore[arg-type]
-        if kind != "ratios" or not amount[0]:
-            return batch
-        return replace(batch, microbatches=[noisy_old(part, 0.2 * amount[0]) for part in batch.microbatches])
+    def damaged_ratios(run: Run, mini_batches: list[MiniBatch]) -> dict:
+        metrics = check_mismatch(run, mini_batches)  # which would see the damage, and stop
+        if kind == "ratios" and amount[0]:
+            for batch in mini_batches:
+                for part in batch.microbatches:
+                    noise = 0.2 * amount[0] * torch.randn_like(part.old_logprobs)
+                    part.old_logprobs.add_(noise * part.loss_mask)
+        return metrics
 
-    train.one_step, loop.annotate = damaged_step, noisy
+    train.one_step, loop.check_mismatch = damaged_step, damaged_ratios
     try:
         yield
     finally:
-        train.one_step, loop.annotate = one_step, annotate
+        train.one_step, loop.check_mismatch = one_step, check_mismatch
 
 
 def damage_weights(session: Session, size: float) -> None:
@@ -81,12 +85,6 @@ def damage_weights(session: Session, size: float) -> None:
                 parameter += size * parameter.std() * torch.randn_like(parameter)
     for decoder in session.run.decoders:
         decoder.requantize_()
-
-
-def noisy_old(microbatch, size: float):
-    """Noise on the old log-probabilities of sampled tokens, in nats."""
-    noise = size * torch.randn_like(microbatch.old_logprobs) * microbatch.loss_mask
-    return replace(microbatch, old_logprobs=microbatch.old_logprobs + noise)
 
 
 def run(config: TrainConfig, resume: bool = False) -> list[dict]:
