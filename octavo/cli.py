@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -286,18 +286,28 @@ def report(
 @app.command(
     epilog=examples(
         "octavo export runs/demo exported",
-        "octavo export runs/demo exported --checkpoint step_000020",
+        "octavo export runs/demo exported --checkpoint step_000020 --weights fp8",
     )
 )
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: its output_dir.")],
     output: Annotated[Path, typer.Argument(metavar="FOLDER", help="Model folder to make.")],
     checkpoint: Annotated[str, typer.Option(help="best, newest, or a name, as step_000020.")] = "best",
+    weights: Annotated[
+        Literal["bf16", "fp8"], typer.Option(help="fp8: the very bytes of the rollout, in blocks of 128x128.")
+    ] = "bf16",
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder in BF16."""
+    """Write a checkpoint of a run as a Hugging Face folder, in BF16 or block FP8."""
     from octavo.trainer.export import export_checkpoint
 
-    print(f"done: {output}, from {export_checkpoint(run, output, checkpoint)}")
+    export = export_checkpoint(run, output, checkpoint, weights)
+    for reader, projections in export.obstacles.items():
+        if projections:
+            print(
+                f"note: octavo reads this folder, {reader} would refuse or misread it, for the widths of "
+                f"{len(projections)} projections, the first {projections[0]}. Export BF16 for {reader}"
+            )
+    print(f"done: {output}, from {export.checkpoint}")
 
 
 bench = typer.Typer(
