@@ -188,7 +188,9 @@ class Session:
         for group, tensors in self._tensors().items():
             checkpoint.copy_into(group, tensors)
         self.optimizer.restore(state["policy_version"])
-        for decoder in self.run.decoders:
+        rolled_back = point.rollback is not None or state["progress"].get("rollbacks")
+        untouched = self.optimizer.update == 0 and not rolled_back  # so its bytes are as they were loaded
+        for decoder in [] if untouched else self.run.decoders:
             decoder.requantize_()
         self.run.reference.requantize_()
         step = state["progress"]["next_step"]
