@@ -1,6 +1,6 @@
 """Early warning and rollback on runs that are damaged from outside: seen in time, recovered, no alarm without damage.
 
-    python benchmarks/rescue.py        writes benchmarks/results/rescue.json; about half an hour on one CPU thread
+    python benchmarks/rescue.py        writes benchmarks/results/rescue.json; about half an hour on one CPU thread (--jobs N: N threads)
 
 Every run is examples/demo.yaml with half the prompts, 50 steps and watch.action=rollback. From step 25 on each update
 of a damaged run is followed by more damage, until the run is rolled back:
@@ -19,9 +19,11 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -66,6 +68,7 @@ def damage(kind: str) -> Iterator[None]:
         if kind == "ratios" and amount[0]:
             for batch in mini_batches:
                 for part in batch.microbatches:
+                    assert part.old_logprobs is not None
                     noise = 0.2 * amount[0] * torch.randn_like(part.old_logprobs)
                     part.old_logprobs.add_(noise * part.loss_mask)
         return metrics
@@ -82,7 +85,7 @@ def damage_weights(session: Session, size: float) -> None:
     with torch.no_grad():
         for parameter in session.run.policy.parameters():
             if parameter.ndim > 1:
-                parameter += size * parameter.std() * torch.randn_like(parameter)
+                parameter.add_(size * parameter.std() * torch.randn_like(parameter))
     for decoder in session.run.decoders:
         decoder.requantize_()
 
@@ -117,112 +120,105 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="healthy seeds 0 .. N - 1")
     parser.add_argument("--damaged", type=int, default=3, help="seeds of them that are damaged too")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a thread each; changes no figure")
     parser.add_argument("--folder", type=Path, help="where runs are left; default: a temporary folder")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     results = Results("rescue", f"python benchmarks/rescue.py --seeds {args.seeds} --damaged {args.damaged}")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = args.folder or Path(scratch)
-        configs = [
-            load_config(
-                TrainConfig, REPO / "examples/demo.yaml", [*SETTINGS, f"seed={seed}", f"output_dir={folder}/{seed}"]
-            )
-            for seed in range(args.seeds)
-        ]
+    with tempfile.TemporaryDirectory() as scratch, spawned(args.jobs) as pool:
+        folder = (args.folder or Path(scratch)).absolute()
+        healthy = [pool.submit(healthy_run, seed, folder) for seed in range(args.seeds)]
         finals = []
-        for seed, config in enumerate(configs):
-            lines = run(config)
-            finals.append(reward(lines, NUM_STEPS - LAST, NUM_STEPS))
-            add(
-                results,
-                "healthy",
-                seed,
-                "alarms",
-                len(list(Path(config.output_dir).glob("rollbacks/*"))),
-                "alarms",
-                0,
-                "lower",
-            )
-            add(
-                results,
-                "healthy",
-                seed,
-                "largest_sum",
-                max(line["watch/sum"] for line in lines),
-                "threshold",
-                1,
-                "lower",
-            )
-            add(results, "healthy", seed, "final_reward", finals[-1], "reward")
+        for rows, final in (future.result() for future in healthy):
+            finals.append(final)
+            extend(results, rows)
         lowest = min(finals) - 2.0 * statistics.stdev(finals)
         for kind in ("weights", "ratios"):
-            for seed, config in enumerate(configs[: args.damaged]):
-                damaged(results, kind, seed, config, folder, lowest)
-            unwatched(results, kind, configs[0], folder)
+            futures = [pool.submit(damaged_run, kind, seed, folder, lowest) for seed in range(args.damaged)]
+            for future in [*futures, pool.submit(unwatched_run, kind, folder)]:
+                extend(results, future.result())
 
 
-def damaged(results: Results, kind: str, seed: int, config: TrainConfig, folder: Path, lowest: float) -> None:
+def spawned(jobs: int) -> ProcessPoolExecutor:
+    """Processes of one thread each."""
+    return ProcessPoolExecutor(jobs, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
+
+
+def extend(results: Results, rows: list[Row]) -> None:
+    """Add the rows of a run."""
+    for row in rows:
+        results.add(row)
+
+
+def run_config(seed: int, output_dir: Path, **watch: str) -> TrainConfig:
+    """The configuration of every run here."""
+    changes = [f"seed={seed}", f"output_dir={output_dir}", *(f"watch.{key}={value}" for key, value in watch.items())]
+    return load_config(TrainConfig, REPO / "examples/demo.yaml", SETTINGS + changes)
+
+
+def healthy_run(seed: int, folder: Path) -> tuple[list[Row], float]:
+    """A run without damage: its rows, and its final reward."""
+    lines = run(run_config(seed, folder / str(seed)))
+    final = reward(lines, NUM_STEPS - LAST, NUM_STEPS)
+    alarms, largest = num_rollbacks(folder / str(seed)), max(line["watch/sum"] for line in lines)
+    rows = [
+        figure("healthy", seed, "alarms", alarms, "alarms", 0, "lower"),
+        figure("healthy", seed, "largest_sum", largest, "threshold", 1, "lower"),
+        figure("healthy", seed, "final_reward", final, "reward"),
+    ]
+    return rows, final
+
+
+def damaged_run(kind: str, seed: int, folder: Path, lowest: float) -> list[Row]:
     """One damaged run with rollback: when it was seen, at what reward, and where it ended."""
-    config = replace(config, output_dir=str(folder / f"{kind}{seed}"))
-    from_healthy(folder / str(seed), Path(config.output_dir))
+    path = folder / f"{kind}{seed}"
+    from_healthy(folder / str(seed), path)
     with damage(kind):
-        lines = run(config, resume=True)
-    decision, *undone = read(Path(config.output_dir) / "rollbacks/001.jsonl")
+        lines = run(run_config(seed, path), resume=True)
+    decision, *undone = read(path / "rollbacks/001.jsonl")
     before = reward(read(folder / str(seed) / "metrics.jsonl"), DAMAGED_FROM - LAST, DAMAGED_FROM)
-    least = min(line["reward/mean"] for line in undone)
-    add(
-        results,
-        kind,
-        seed,
-        "steps_to_alarm",
-        decision["from_step"] - DAMAGED_FROM + 1,
-        "steps",
-        note=decision["reason"],
-    )
-    add(results, kind, seed, "lowest_reward_until_alarm", least / before, "of before", 0.5)
-    note = f"from step {decision['from_step']} to {decision['to_step']}"
-    rollbacks = len(list(Path(config.output_dir).glob("rollbacks/*")))
-    add(results, kind, seed, "rollbacks", rollbacks, "rollbacks", 1, "lower", note)
-    note = "goal: lowest healthy seed less two standard deviations"
-    add(results, kind, seed, "final_reward", reward(lines, NUM_STEPS - LAST, NUM_STEPS), "reward", lowest, note=note)
+    to_alarm, least = decision["from_step"] - DAMAGED_FROM + 1, min(line["reward/mean"] for line in undone)
+    final, goal = reward(lines, NUM_STEPS - LAST, NUM_STEPS), "goal: lowest healthy seed less two standard deviations"
+    went = f"from step {decision['from_step']} to {decision['to_step']}"
+    return [
+        figure(kind, seed, "steps_to_alarm", to_alarm, "steps", note=decision["reason"]),
+        figure(kind, seed, "lowest_reward_until_alarm", least / before, "of before", 0.5),
+        figure(kind, seed, "rollbacks", num_rollbacks(path), "rollbacks", 1, "lower", went),
+        figure(kind, seed, "final_reward", final, "reward", lowest, note=goal),
+    ]
 
 
-def unwatched(results: Results, kind: str, config: TrainConfig, folder: Path) -> None:
-    """The same damage without a rescue."""
-    watch = replace(config.watch, action="warn")  # type: ignore[type-var]
-    config = replace(config, output_dir=str(folder / f"{kind}-unwatched"), watch=watch)
-    from_healthy(folder / "0", Path(config.output_dir))
+def unwatched_run(kind: str, folder: Path) -> list[Row]:
+    """The same damage to seed 0 without a rescue."""
+    path = folder / f"{kind}-unwatched"
+    from_healthy(folder / "0", path)
     with damage(kind):
-        lines = run(config, resume=True)
+        lines = run(run_config(0, path, action="warn"), resume=True)
     before = reward(lines, DAMAGED_FROM - LAST, DAMAGED_FROM)
     halved = [line["step"] for line in lines[DAMAGED_FROM:] if line["reward/mean"] <= before / 2]
     alarms = [line["step"] for line in lines if "watch/alarm" in line]
     note = f"alarms at steps {alarms}, reward first halved at {halved[0] if halved else 'no step'}"
-    add(
-        results,
-        f"{kind}, unwatched",
-        0,
-        "final_reward",
-        reward(lines, NUM_STEPS - LAST, NUM_STEPS),
-        "reward",
-        note=note,
-    )
+    final = reward(lines, NUM_STEPS - LAST, NUM_STEPS)
+    return [figure(f"{kind}, unwatched", 0, "final_reward", final, "reward", note=note)]
 
 
-def add(
-    results: Results,
+def num_rollbacks(path: Path) -> int:
+    """Of a run's folder."""
+    return len(list(path.glob("rollbacks/*.jsonl")))
+
+
+def figure(
     case: str,
     seed: int,
     metric: str,
     value: float,
     unit: str,
     goal: float | None = None,
-    better: str = "higher",
+    better: Literal["higher", "lower"] = "higher",
     note: str = "",
-) -> None:
+) -> Row:
     """One figure of one run."""
-    row = Row(case=f"demo/tiny-qwen3/{case}, seed {seed}", metric=metric, value=value, unit=unit, goal=goal, note=note)
-    results.add(replace(row, better=better))  # type: ignore[arg-type]
+    name = f"demo/tiny-qwen3/{case}, seed {seed}"
+    return Row(case=name, metric=metric, value=value, unit=unit, goal=goal, better=better, note=note)
 
 
 if __name__ == "__main__":
