@@ -39,10 +39,9 @@ class CriticLearner:
         return {name: parameter.detach() for name, parameter in self.critic.named_parameters()}
 
     def restore(self, update: int, updates_left: int) -> None:
-        """Go on from `update` with the masters and moments that were copied in."""
+        """Go on from `update` with the masters and moments that were copied in; its decoder is not re-quantised yet."""
         self.optimizer.restore(update)
         self.optimizer.num_updates = update + updates_left
-        self.critic.decoder.requantize_()
 
 
 def load_critic(run: Run) -> CriticLearner | None:

@@ -188,11 +188,6 @@ class Session:
         for group, tensors in self._tensors().items():
             checkpoint.copy_into(group, tensors)
         self.optimizer.restore(state["policy_version"])
-        rolled_back = point.rollback is not None or state["progress"].get("rollbacks")
-        untouched = self.optimizer.update == 0 and not rolled_back  # so its bytes are as they were loaded
-        for decoder in [] if untouched else self.run.decoders:
-            decoder.requantize_()
-        self.run.reference.requantize_()
         step = state["progress"]["next_step"]
         drawn = step * state["config"]["rollout"]["prompts_per_step"]  # before octavo counted them
         self.progress = Progress.from_json({"next_prompt": drawn} | state["progress"])
@@ -202,6 +197,7 @@ class Session:
         self.optimizer.num_updates = self.optimizer.update + updates_left
         if self.critic is not None:
             self.critic.restore(state["critic_version"], (config.trainer.num_steps - step) * updates_per_step(config))
+        self._requantize(rolled_back=point.rollback is not None or self.progress.rollbacks > 0)
         state_of.restore_random_states(state["random_states"])
 
         notes = [f"damaged and set aside: {text}" for text in point.damage]
@@ -221,6 +217,15 @@ class Session:
         row = {"step": self.progress.next_step, "time": time.time(), "changes": changes, "message": message}
         self.folder.resumes.extend([row])
         return [f"resuming from {checkpoint.path}", *(f"changed: {text}" for text in changes), *notes]
+
+    def _requantize(self, rolled_back: bool) -> None:
+        """Rewrite what forwards read of the masters; before the first update it is as it was loaded."""
+        if self.optimizer.update or rolled_back:
+            for decoder in self.run.decoders:
+                decoder.requantize_()
+        if self.critic is not None and (self.critic.optimizer.update or rolled_back):
+            self.critic.critic.decoder.requantize_()
+        self.run.reference.requantize_()
 
     def _end_rollback(self, rollback: Rollback) -> None:
         """What a rollback changes in the state that it goes back to."""

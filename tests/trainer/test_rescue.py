@@ -165,6 +165,27 @@ def test_the_checkpoint_that_a_rollback_needs_is_kept(tmp_path, monkeypatch):
     assert names[0] == "step_000005" and len(names) <= 4
 
 
+def test_a_rollback_to_the_beginning_brings_the_first_bytes_back(tmp_path, monkeypatch):
+    one_step, found = train.one_step, []
+
+    def looking(session):
+        if session.progress.next_step == 0:
+            found.append([buffer.clone() for buffer in session.run.policy.buffers()])
+        return one_step(session)
+
+    alarm_at(monkeypatch, 1)
+    monkeypatch.setattr(train, "one_step", looking)
+    run(short_run(tmp_path / "run", "rollback", trainer__num_steps=2))
+    assert read_lines(tmp_path / "run/rollbacks/001.jsonl")[0]["to_step"] == 0
+    before, after = found
+    assert all(same_bytes(x, y) for x, y in zip(before, after, strict=True))
+
+
+def same_bytes(x, y):
+    """Whether two tensors are equal to the bit, in any format."""
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
 def test_what_is_not_finite_is_rolled_back_too(tmp_path, monkeypatch):
     step = Optimizer.step
 
