@@ -149,12 +149,17 @@ class Session:
         ]
         _refuse(others, checkpoint.path, allow_changes)
         for group, tensors in self._tensors().items():
-            checkpoint.copy_into(group, tensors)
+            if group != "reference" or tensors and checkpoint.holds(group):
+                checkpoint.copy_into(group, tensors)
+        self.run.reference.restored_(begins=not checkpoint.holds("reference"))
         self.optimizer.update = state["policy_version"]
         for decoder in self.run.decoders:
             decoder.requantize_()
-        self.run.reference.requantize_()
         self.progress, self._saved = Progress.from_json(state["progress"]), checkpoint.path.name
+        if any(change.startswith(("algorithm", "calibration")) for change in point.changes):
+            self.progress.pool.clear()  # of another form, perhaps
+            if self.run.config.calibration is None:
+                self.progress.bounds = self.run.config.start_bounds()
         trainer = self.run.config.trainer  # of a changed config too, whose other updates the schedule must not count
         updates_left = (trainer.num_steps - self.progress.next_step) * trainer.num_mini_batches
         self.optimizer.num_updates = self.optimizer.update + updates_left
