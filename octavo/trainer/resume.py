@@ -153,7 +153,7 @@ class Session:
                 checkpoint.copy_into(group, tensors)
         self.run.reference.restored_(begins=not checkpoint.holds("reference"))
         self.optimizer.update = state["policy_version"]
-        for decoder in self.run.decoders:
+        for decoder in self.run.decoders if self.optimizer.update else ():  # the first bytes are as they were loaded
             decoder.requantize_()
         self.progress, self._saved = Progress.from_json(state["progress"]), checkpoint.path.name
         if any(change.startswith(("algorithm", "calibration")) for change in point.changes):
