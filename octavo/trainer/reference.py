@@ -32,6 +32,11 @@ class Reference:
         self.updates_in_step = 0
 
     @property
+    def name(self) -> str:
+        """Whose weights a pass runs on."""
+        return self.kind.type_name if isinstance(self.kind, EMAReference | SnapshotReference) else "masters"
+
+    @property
     def num_bytes(self) -> int:
         """What it holds beside the masters."""
         if self.own is None:

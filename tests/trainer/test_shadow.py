@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from training_runs import read_lines, tiny_config
+from training_runs import half_right, read_lines, tiny_config
 
 from octavo.rl.batch import select
 from octavo.rl.calibration import calibrate, statistics_from_metrics
@@ -65,7 +65,8 @@ def test_drawn_completions_are_a_share_the_same_each_time_and_alone_in_their_pas
             assert part.cu_seqlens[-1] == len(part.tokens) and part.old_logprobs is not None
 
 
-def test_calibration_looks_at_the_drawn_completions_only(tmp_path):
+def test_calibration_looks_at_the_drawn_completions_only(tmp_path, monkeypatch):
+    half_right(monkeypatch)
     calibration = {"interval": 1, "min_tokens": 1, "min_clipped": 0, "shadow_share": 0.5, "confidence": 0.01}
     lines = read_lines(train(small_config(tmp_path / "run", calibration=calibration), Display()) / "metrics.jsonl")
     for line in lines:
@@ -106,12 +107,14 @@ def test_a_clip_mask_from_the_shadow_leaves_trainings_ratio(tmp_path):
     (microbatch,) = batch.microbatches
     logprobs = loop.packed_logprobs(run.policy, microbatch, 1.0)[0].detach().requires_grad_()
     ones = torch.ones(len(microbatch.tokens))
-    losses, dropped = shadow.loss_of_shadow(run, microbatch, logprobs, ClipBounds(low=0.95, high=1.05), ones)
-    losses.sum().backward()
     own, A = torch.exp(logprobs.detach() - microbatch.old_logprobs), microbatch.advantages
     theirs = torch.exp(shadow.shadow_logprobs(run, microbatch) - microbatch.shadow_old_logprobs)
-    assert torch.equal(dropped, ((theirs < 0.95) & (A < 0)) | ((theirs > 1.05) & (A > 0)))
-    assert (dropped != ((own < 0.95) & (A < 0)) | ((own > 1.05) & (A > 0))).any()
+    between = torch.where(A < 0, (own - theirs).abs(), 0.0).argmax()  # a bound here: one clips this token, one does not
+    low = (own[between] + theirs[between]).item() / 2
+    losses, dropped = shadow.loss_of_shadow(run, microbatch, logprobs, ClipBounds(low=low, high=1.05), ones)
+    losses.sum().backward()
+    assert torch.equal(dropped, ((theirs < low) & (A < 0)) | ((theirs > 1.05) & (A > 0)))
+    assert dropped[between] == (own[between] > low), "both masks are the same, so nothing was tested"
     torch.testing.assert_close(logprobs.grad, torch.where(dropped, 0.0, -own * A), rtol=1e-5, atol=1e-6)
 
 
@@ -168,14 +171,16 @@ def test_losses_that_calibration_does_not_serve_are_refused(loss, calibration, m
 @pytest.mark.parametrize(
     "loss, form",
     [
-        ({"type": "gspo", "clip_low": 0.02, "clip_high": 0.03}, "grid"),
-        ({"type": "gspo_token", "clip_low": 0.02, "clip_high": 0.03}, "exact"),
+        ({"type": "gspo", "clip_low": 0.005, "clip_high": 0.01}, "exact"),
+        ({"type": "gspo_token", "clip_low": 0.005, "clip_high": 0.01}, "symmetric"),
         ({"type": "cispo", "ratio_cap": 1.1}, "symmetric"),
     ],
 )
-def test_other_losses_are_calibrated_in_their_own_ranges(loss, form, tmp_path):
+def test_other_losses_are_calibrated_in_their_own_ranges(loss, form, tmp_path, monkeypatch):
+    half_right(monkeypatch)
     calibration = {"type": form, "interval": 1, "min_tokens": 1, "min_clipped": 0, "max_shadow_clipped": 1.0}
-    config = small_config(tmp_path / "run", calibration=calibration, algorithm__loss=loss, trainer__num_steps=3)
+    changes = {"algorithm__loss": loss, "trainer__num_steps": 3, "optimizer__lr": 1e-3}
+    config = small_config(tmp_path / "run", calibration=calibration, **changes)
     bounds, scale, moves = config.start_bounds(), scale_of(config.algorithm.loss), 0
     for line in read_lines(train(config, Display()) / "metrics.jsonl"):
         assert (line["clip/low"], line["clip/high"]) == (bounds.low, bounds.high)
@@ -186,27 +191,30 @@ def test_other_losses_are_calibrated_in_their_own_ranges(loss, form, tmp_path):
         bounds = result.bounds
         if loss["type"] != "cispo":
             assert statistics.num_positive + statistics.num_negative <= 4, "completions are counted, not tokens"
-            assert 0.95 - 1e-9 <= bounds.low <= 0.99 + 1e-9 and 1.03 - 1e-9 <= bounds.high <= 1.15 + 1e-9
+            assert 0.9875 - 1e-9 <= bounds.low <= 0.9975 + 1e-9 and 1.01 - 1e-9 <= bounds.high <= 1.05 + 1e-9
         else:
             assert bounds.low == 0.0 and 1.1 - 1e-9 <= bounds.high <= 1.5 + 1e-9
     assert moves >= 1, "no calibration moved a bound, so nothing was tested"
 
 
-def test_an_event_calls_a_calibration_and_is_told(tmp_path):
+def test_an_event_calls_a_calibration_and_is_told(tmp_path, monkeypatch):
+    half_right(monkeypatch)
     trigger = {"type": "event", "overclip_band": 1.0, "drift_band": 1e-9, "min_interval": 2}
-    calibration = {"interval": 50, "min_tokens": 1, "min_clipped": 0, "max_shadow_clipped": 1.0, "trigger": trigger}
-    config = small_config(tmp_path / "run", calibration=calibration, trainer__num_steps=6)
+    calibration = {"type": "exact", "interval": 50, "min_tokens": 1, "min_clipped": 0, "max_shadow_clipped": 1.0}
+    calibration["trigger"] = trigger
+    config = small_config(tmp_path / "run", calibration=calibration, trainer__num_steps=5)
     lines = read_lines(train(config, Display()) / "metrics.jsonl")
     made = {line["step"]: line["calibration/called_by"] for line in lines if "calibration/skipped" in line}
     assert made[0] == "no calibration yet"
     # A band of nothing: called as soon as min_interval allows, for the bound that is off.
-    assert list(made)[1] == 4 and "bound off by" in made[4]
+    assert list(made)[1] == 3 and "bound off by" in made[3]
     for line in lines:
         assert ("trigger/event" in line) != ("calibration/skipped" in line)
         assert "time/shadow_s" in line and ("overclip/low_share" in line) == ("calibration/skipped" in line)
 
 
-def test_anything_may_call_a_calibration(tmp_path):
+def test_anything_may_call_a_calibration(tmp_path, monkeypatch):
+    half_right(monkeypatch)
     config = small_config(tmp_path / "run", calibration={"interval": 50, "min_tokens": 1, "min_clipped": 0})
     run = load_run(config, Display())
     optimizer, progress = make_optimizer(run), Progress(bounds=config.start_bounds())
@@ -217,7 +225,8 @@ def test_anything_may_call_a_calibration(tmp_path):
     assert not shadow.shadow_wanted(config, progress, 1)
 
 
-def test_a_reference_noisier_than_the_null_line_allows_is_skipped(tmp_path):
+def test_a_reference_noisier_than_the_null_line_allows_is_skipped(tmp_path, monkeypatch):
+    half_right(monkeypatch)
     calibration = {
         "interval": 1,
         "min_tokens": 1,
