@@ -12,6 +12,8 @@ import argparse
 import json
 import statistics
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ SETTINGS = [
     "evaluation={interval: 40, num_problems: 256}",
     "checkpoint={interval: 0, keep_best: false}",
 ]
-CASES = {
+CASES: dict[str, list[str]] = {
     "grpo": [],
     "ppo": [
         "algorithm.advantage={type: gae, gae_lambda: 0.95}",
@@ -45,18 +47,23 @@ def main() -> None:
     """Every case with every seed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 .. N - 1")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a thread each; changes times alone")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    results = Results("ppo", f"python benchmarks/ppo.py --seeds {args.seeds}")
-    for seed in range(args.seeds):
-        for case, changes in CASES.items():
-            with tempfile.TemporaryDirectory() as scratch:
-                overrides = [*SETTINGS, *changes, f"seed={seed}", f"output_dir={scratch}/run"]
-                config = load_config(TrainConfig, REPO / "examples/demo.yaml", overrides)
-                folder = train(config, Display(Console(quiet=True)))
-                lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            for metric, value, unit in figures(lines):
+    results = Results("ppo", f"python benchmarks/ppo.py --seeds {args.seeds} --jobs {args.jobs}")
+    runs = [(case, seed) for seed in range(args.seeds) for case in CASES]
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        for (case, seed), found in zip(runs, pool.map(figures_of, *zip(*runs, strict=True)), strict=True):
+            for metric, value, unit in found:
                 results.add(Row(case=f"demo/tiny-qwen3/{case}, seed {seed}", metric=metric, value=value, unit=unit))
+
+
+def figures_of(case: str, seed: int) -> list[tuple[str, float, str]]:
+    """Train once: (metric, value, unit)."""
+    with tempfile.TemporaryDirectory() as scratch:
+        overrides = [*SETTINGS, *CASES[case], f"seed={seed}", f"output_dir={scratch}/run"]
+        config = load_config(TrainConfig, REPO / "examples/demo.yaml", overrides)
+        folder = train(config, Display(Console(quiet=True)))
+        return figures([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
 
 
 def figures(lines: list[dict]) -> list[tuple[str, float, str]]:

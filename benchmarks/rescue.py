@@ -1,6 +1,6 @@
 """Early warning and rollback on runs that are damaged from outside: seen in time, recovered, no alarm without damage.
 
-    python benchmarks/rescue.py        writes benchmarks/results/rescue.json; half an hour on a CPU thread, less with --jobs
+    python benchmarks/rescue.py        writes benchmarks/results/rescue.json; half an hour on one CPU thread
 
 Every run is examples/demo.yaml with half the prompts, 50 steps and watch.action=rollback. From step 25 on each update
 of a damaged run is followed by more damage, until the run is rolled back:

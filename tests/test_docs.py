@@ -91,9 +91,10 @@ def test_every_octavo_key_of_the_conversion_tables_exists():
             assert key in keys, f"{key} in {text}"
 
 
-def write_calibrated_run(folder):
+def write_calibrated_run(folder, form):
     """metrics.jsonl and config.yaml of three calibrations, one of them skipped."""
-    config = load_config(TrainConfig, REPO / "examples/demo.yaml")
+    calibrated = {"type": form, "min_tokens": 100, "min_clipped": 5}
+    config = from_dict(TrainConfig, {**SMALLEST, "calibration": calibrated}, "the run")
     settings, bounds = config.calibration, config.calibration.start_bounds()
     lines = [{"step": 0, "reward/mean": 0.5}]
     for step, num_tokens in enumerate((4000, 20, 4000), start=1):
@@ -110,19 +111,21 @@ def write_calibrated_run(folder):
     return lines
 
 
-def run_snippet(folder):
-    (snippet,) = re.findall(r"^```python\n(.*?)^```", PAGES["docs/calibration.md"], re.M | re.S)
+def run_snippet(folder, form):
+    of_grid, of_rungs = re.findall(r"^```python\n(.*?)^```", PAGES["docs/calibration.md"], re.M | re.S)
+    snippet = of_grid.replace("runs/demo", "runs/mine") if form == "grid" else of_rungs
     return subprocess.run([sys.executable, "-c", snippet], cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_the_calibration_snippet_recomputes_every_bound(tmp_path):
-    lines = write_calibrated_run(tmp_path / "runs/demo")
-    result = run_snippet(tmp_path)
+@pytest.mark.parametrize("form", ["grid", "exact", "symmetric"])
+def test_the_calibration_snippet_recomputes_every_bound(form, tmp_path):
+    lines = write_calibrated_run(tmp_path / "runs/mine", form)
+    result = run_snippet(tmp_path, form)
     assert result.returncode == 0, result.stderr
     moved = [line for line in lines if line.get("calibration/skipped") == ""]
     assert len(result.stdout.splitlines()) == len(moved) == 2
     assert moved[0]["calibration/low"] != moved[0]["calibration/low_before"]
 
     lines[1]["calibration/shadow_clipped_low"] += 200
-    (tmp_path / "runs/demo/metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert "AssertionError" in run_snippet(tmp_path).stderr
+    (tmp_path / "runs/mine/metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "AssertionError" in run_snippet(tmp_path, form).stderr

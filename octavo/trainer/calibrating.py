@@ -93,7 +93,7 @@ def calibrate_step(
     metrics |= calibration.to_metrics(progress.bounds, pooled, result)
     metrics |= {
         "calibration/called_by": watch.event or "interval",
-        "calibration/reference": "carried" if carries else config.reference.type_name,
+        "calibration/reference": "carried" if carries else run.reference.name,
         "calibration/reference_bytes": float(run.reference.num_bytes),
         "calibration/shadow_tokens": 0.0 if carries else float(torch.cat(masks).sum()),
     }

@@ -59,6 +59,10 @@ class Checkpoint:
     state: dict[str, Any]
     """What was given to `write_checkpoint`, as JSON gives it back."""
 
+    def holds(self, group: str) -> bool:
+        """Whether it has tensors of a group."""
+        return any(self.path.glob(f"{group}-*.safetensors"))
+
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor on the CPU) of a group, one at a time."""
         for file in sorted(self.path.glob(f"{group}-*.safetensors")):

@@ -32,6 +32,11 @@ class Reference:
         self.updates_in_step = 0
 
     @property
+    def name(self) -> str:
+        """Whose weights a pass runs on."""
+        return self.kind.type_name if isinstance(self.kind, EMAReference | SnapshotReference) else "masters"
+
+    @property
     def num_bytes(self) -> int:
         """What it holds beside the masters."""
         if self.own is None:
@@ -60,10 +65,10 @@ class Reference:
         if isinstance(self.kind, EMAReference):
             self._move(1.0 - self.kind.decay)
 
-    def requantize_(self) -> None:
-        """After its tensors were read from a checkpoint: rewrite what its forward reads of them."""
+    def restored_(self, begins: bool) -> None:
+        """After a checkpoint was read: rewrite what the forward reads; `begins` where it held no reference."""
         if self.own is not None:
-            self.own.requantize_()
+            self._move(1.0) if begins else self.own.requantize_()
 
     def old_logprobs(self, microbatch: Microbatch) -> Tensor:
         """[T] fp32, the denominator of r_bf16. Before the step's first update."""

@@ -186,13 +186,19 @@ class Session:
         ]
         _refuse(others, checkpoint.path, allow_changes)
         for group, tensors in self._tensors().items():
-            checkpoint.copy_into(group, tensors)
+            if group != "reference" or tensors and checkpoint.holds(group):
+                checkpoint.copy_into(group, tensors)
+        self.run.reference.restored_(begins=not checkpoint.holds("reference"))
         self.optimizer.restore(state["policy_version"])
         step = state["progress"]["next_step"]
         drawn = step * state["config"]["rollout"]["prompts_per_step"]  # before octavo counted them
         self.progress = Progress.from_json({"next_prompt": drawn} | state["progress"])
         self._saved, self._bf16 = checkpoint.path.name, None
         config = self.run.config  # of a changed config too, whose other updates the schedule must not count
+        if any(change.startswith(("algorithm", "calibration")) for change in point.changes):
+            self.progress.pool.clear()  # of another form, perhaps
+            if config.calibration is None:
+                self.progress.bounds = config.start_bounds()
         updates_left = policy_steps(config, done=step) * config.trainer.num_mini_batches
         self.optimizer.num_updates = self.optimizer.update + updates_left
         if self.critic is not None:
@@ -225,7 +231,6 @@ class Session:
                 decoder.requantize_()
         if self.critic is not None and (self.critic.optimizer.update or rolled_back):
             self.critic.critic.decoder.requantize_()
-        self.run.reference.requantize_()
 
     def _end_rollback(self, rollback: Rollback) -> None:
         """What a rollback changes in the state that it goes back to."""
