@@ -100,6 +100,8 @@ def main() -> None:
                         )
                     )
     draw(runs, REPO / "docs/overclip.svg")
+    for rate, seeds in runs.items():
+        print(f"\nlearning rate {rate}\n\n{table(seeds)}")
 
 
 def one_run(seed: int, rate: str) -> Figures:
@@ -321,11 +323,37 @@ def unit_of(metric: str) -> str:
     return "ratio" if metric.endswith(("overclip", "_low", "_high", "balance", "amplification")) else "share"
 
 
+COLUMNS = {
+    "std(log r)": "log_ratio_std",
+    "noise": "noise_std",
+    "null line": "null_log_ratio_std",
+    "amplification": "amplification",
+    **{name: f"{name}_overclip" for name in ("plain", "fixed", *FORMS)},
+    "plain hit": "plain_hit",
+    "exact hit": "exact_hit",
+    "fixed balance": "fixed_balance",
+}
+"""Of the table in docs/calibration.md."""
+
+
+def table(seeds: list[Figures]) -> str:
+    """Means over seeds as Markdown; how many seeds have a figure, where not all do."""
+    lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for case in CASES:
+        cells = []
+        for metric in COLUMNS.values():
+            values = [value for seed in seeds if (value := seed[case][metric]) is not None]
+            some = f" ({len(values)})" if 0 < len(values) < len(seeds) else ""
+            cells.append(f"{statistics.fmean(values):.{3 if metric.endswith('_std') else 2}f}{some}" if values else "")
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(runs: dict[str, list[Figures]], path: Path) -> None:
     """Tokens that each case clips, over those of BF16, by the bounds that it clips at; one dot a seed."""
     from matplotlib import pyplot
 
-    pyplot.rcParams["svg.hashsalt"] = "octavo"  # the same figures, the same file
+    pyplot.rcParams.update({"svg.hashsalt": "octavo", "svg.fonttype": "none"})  # the same figures, the same file
     names = {"plain": "[0.8, 1.28]", "fixed": "[0.5, 2.0]", **{form: f"calibrated, {form}" for form in FORMS}}
     figure, panels = pyplot.subplots(len(runs), figsize=(9, 3.2 * len(runs)), sharex=True)
     for axes, (rate, seeds) in zip(panels, runs.items(), strict=True):

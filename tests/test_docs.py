@@ -13,6 +13,7 @@ import yaml
 from typer.main import get_command
 
 from octavo import cli
+from octavo.bench.results import read_results
 from octavo.rl import calibration
 from octavo.rl.losses import ClipConfig
 from octavo.trainer.config import TrainConfig
@@ -129,3 +130,20 @@ def test_the_calibration_snippet_recomputes_every_bound(form, tmp_path):
     lines[1]["calibration/shadow_clipped_low"] += 200
     (tmp_path / "runs/mine/metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert "AssertionError" in run_snippet(tmp_path, form).stderr
+
+
+def test_the_tables_of_overclipping_are_its_results():
+    results = read_results(REPO / "benchmarks/results/overclip.json")
+    header, *lines = re.findall(r"^\| (?:\| )?(.+) \|$", PAGES["docs/calibration.md"].partition("## Measured")[2], re.M)
+    metrics = {"noise": "noise_std", "plain": "plain_overclip", "exact": "exact_overclip", "plain hit": "plain_hit"}
+    columns, compared = header.split(" | "), 0
+    rates = iter(("2e-4", "5e-5"))
+    for case, *cells in (line.split(" | ") for line in [header, *lines]):
+        if [case, *cells] == columns:
+            rate = next(rates)
+        elif len(cells) == len(columns):
+            for name, metric in metrics.items():
+                row, cell = results[f"overclip/tiny-qwen3, lr {rate}/{case} {metric}"], cells[columns.index(name)]
+                assert cell.split(" (")[0] == f"{row.value:.{3 if metric == 'noise_std' else 2}f}", (rate, case, name)
+                compared += 1
+    assert compared == 2 * 8 * len(metrics)

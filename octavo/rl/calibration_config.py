@@ -56,7 +56,7 @@ class EventTrigger:
     """A calibration is called when a bound lies farther from where the last calibration's shares would put it today. An
     absolute distance. Above 0."""
     min_interval: int = 2
-    """Fewest steps from one calibration to the next. At least 1."""
+    """Fewest steps from one calibration to the next. At least 1, at most `interval`."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.overclip_band <= 1.0:
@@ -187,6 +187,11 @@ class CalibrationConfig:
             raise ValueError(f"min_clipped is a number of tokens, at least 0; got {self.min_clipped}")
         if not 1 <= self.pooled_steps <= self.interval:
             raise ValueError(f"pooled_steps lies in [1, interval] = [1, {self.interval}]; got {self.pooled_steps}")
+        if isinstance(self.trigger, EventTrigger) and self.trigger.min_interval > self.interval:
+            raise ValueError(
+                f"trigger.min_interval is at most interval={self.interval}, after which a calibration is made anyway; "
+                f"got {self.trigger.min_interval}"
+            )
         for name in ("shadow_share", "max_shadow_clipped"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} is a share, in (0, 1]; got {getattr(self, name)}")

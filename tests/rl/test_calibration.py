@@ -18,7 +18,7 @@ from octavo.rl.calibration import (
     statistics_from_metrics,
     to_metrics,
 )
-from octavo.rl.calibration_config import GridCalibration
+from octavo.rl.calibration_config import EventTrigger, GridCalibration
 from octavo.rl.calibration_grid import GridStatistics
 from octavo.rl.losses import ClipBounds, ClipConfig
 
@@ -388,6 +388,7 @@ def test_schedule():
         ({"min_clipped": -1}, "min_clipped"),
         ({"pooled_steps": 0}, "pooled_steps"),
         ({"pooled_steps": 21}, r"pooled_steps lies in \[1, interval\] = \[1, 20\]; got 21"),
+        ({"trigger": EventTrigger(min_interval=21)}, r"min_interval is at most interval=20, .* got 21"),
     ],
 )
 def test_calibration_config_is_checked(fields, message):
