@@ -100,7 +100,7 @@ def test_advantages_are_whitened_over_the_step_and_hold_the_penalty_of_each_toke
 
 @pytest.mark.parametrize("recipe", ["fp32", "block128"])
 def test_the_critic_learns_the_returns_of_a_batch(recipe, tmp_path):
-    config = ppo(tmp_path, critic={"recipe": recipe, "num_epochs": 6, "value_clip": None, "optimizer": {"lr": 5e-3}})
+    config = ppo(tmp_path, critic={"recipe": recipe, "num_epochs": 6, "value_clip": None, "optimizer": {"lr": 1e-3}})
     run, learner, batches = annotated(config)
     judged = judge_tokens(run, learner, batches)
     first = learn_values(config, learner, judged)
@@ -108,7 +108,7 @@ def test_the_critic_learns_the_returns_of_a_batch(recipe, tmp_path):
     returns, mask = (torch.cat([getattr(p, name) for p in parts(judged)]) for name in ("returns", "loss_mask"))
     values = torch.cat([packed_values(learner.critic, part).detach() for part in parts(judged)])
     before, after = returns[mask].square().mean(), (values - returns)[mask].square().mean()
-    assert after < 0.5 * before, f"{before} -> {after}"
+    assert after < 0.2 * before, f"{before} -> {after}"
     assert first["critic/return_mean"] == pytest.approx(returns[mask].mean().item())
 
 
