@@ -11,14 +11,13 @@ from torch import Tensor
 
 from octavo.layers.linear import quantized_layers
 from octavo.models.decoder import Decoder
-from octavo.rl import calibration
 from octavo.rl.advantages import estimate_advantages, subtract_kl
 from octavo.rl.batch import Microbatch, MiniBatch, pack
-from octavo.rl.corrections import correction_metrics, correction_weights
+from octavo.rl.corrections import correction_metrics
 from octavo.rl.entropy import entropy_metrics
 from octavo.rl.loss_clipped import BAPO, M2PO
 from octavo.rl.losses import ClipBounds, clip_metrics, kl_estimate, reduce_loss
-from octavo.rl.mismatch import amplification, mismatch_by_position, mismatch_metrics, overclip_metrics
+from octavo.rl.mismatch import mismatch_by_position, mismatch_metrics
 from octavo.rl.overlong import overlong_penalty
 from octavo.rl.policy_loss import chosen_bounds, dropped_tokens, fixed_bounds, policy_losses
 from octavo.rollout.engine import Completion
@@ -26,9 +25,10 @@ from octavo.rollout.sampler import NonFiniteLogits
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.divergence import Diverged, StepRecord
 from octavo.trainer.optimizer import Optimizer
-from octavo.trainer.policy import packed_logprobs
+from octavo.trainer.policy import gathered_weights, packed_logprobs, weights_of
 from octavo.trainer.progress import Progress
 from octavo.trainer.run import TRAINING, EncodedProblem, Run
+from octavo.trainer.shadow import annotate_shadow, measure_shadow, shadow_wanted
 
 
 def train_step(
@@ -169,17 +169,6 @@ def annotate(run: Run, reference: Decoder | None, mini_batch: MiniBatch) -> Mini
     return replace(mini_batch, microbatches=[add(microbatch) for microbatch in mini_batch.microbatches])
 
 
-def annotate_shadow(run: Run, mini_batch: MiniBatch) -> MiniBatch:
-    """Add the BF16 shadow's old logprobs."""
-    return replace(
-        mini_batch,
-        microbatches=[
-            replace(microbatch, shadow_old_logprobs=_shadow_logprobs(run, microbatch))
-            for microbatch in mini_batch.microbatches
-        ],
-    )
-
-
 def accumulate(run: Run, mini_batch: MiniBatch, clip: ClipBounds, advance: Any) -> tuple[Tensor, dict[str, Any]]:
     """Forward, loss and backward of every microbatch.
 
@@ -254,50 +243,6 @@ def bounds_of(run: Run, mini_batch: MiniBatch, clip: ClipBounds) -> ClipBounds |
     return chosen_bounds(loss, ratio, advantages, gathered_weights(run.config, mini_batch), mask)
 
 
-def weights_of(config: TrainConfig, microbatch: Microbatch) -> Tensor:
-    """[T] weights that correct for the mismatch of rollout and training."""
-    old, rollout_logprobs = microbatch.old_logprobs, microbatch.rollout_logprobs
-    assert old is not None
-    mask, index, algorithm = microbatch.loss_mask, microbatch.sequence_index, config.algorithm
-    return correction_weights(old, rollout_logprobs, mask, index, algorithm.correction, algorithm.tis_cap)
-
-
-def gathered_weights(config: TrainConfig, mini_batch: MiniBatch) -> Tensor:
-    """The same of every microbatch, end to end."""
-    return torch.cat([weights_of(config, microbatch) for microbatch in mini_batch.microbatches])
-
-
-def measure_shadow(run: Run, mini_batch: MiniBatch, logprobs: Tensor, progress: Progress, step: int) -> dict[str, Any]:
-    """Compare the last mini-batch's ratios with the BF16 shadow's; calibrate the bounds when that is due."""
-    config = run.config
-    shadow = torch.cat([_shadow_logprobs(run, microbatch) for microbatch in mini_batch.microbatches])
-    names = ("old_logprobs", "shadow_old_logprobs", "advantages", "loss_mask")
-    old, shadow_old, advantages, mask = (mini_batch.gather(name) for name in names)
-    ratio, shadow_ratio = torch.exp(logprobs - old), torch.exp(shadow - shadow_old)
-    metrics: dict[str, Any] = overclip_metrics(ratio, shadow_ratio, advantages, mask, config.algorithm.clip)
-    metrics |= amplification(logprobs, shadow, old, shadow_old, mask)
-    if config.calibration is None or not calibration.measured(step, config.calibration):
-        return metrics
-    weights = gathered_weights(config, mini_batch)
-    progress.pool.append(
-        calibration.measure(ratio, shadow_ratio, weights, advantages, mask, config.algorithm.clip, config.calibration)
-    )
-    if calibration.due(step, config.calibration):
-        statistics = sum(progress.pool[1:], progress.pool[0])
-        result = calibration.calibrate(progress.bounds, statistics, config.calibration)
-        metrics |= calibration.to_metrics(progress.bounds, statistics, result)
-        progress.bounds = result.bounds
-        progress.pool.clear()
-    return metrics
-
-
-def shadow_wanted(config: TrainConfig, step: int) -> bool:
-    """Whether this step runs the BF16 shadow: calibration measures, or over-clipping is to be reported."""
-    interval = config.trainer.shadow_interval
-    reported = interval > 0 and (step + 1) % interval == 0
-    return reported or (config.calibration is not None and calibration.measured(step, config.calibration))
-
-
 def check_mismatch(run: Run, mini_batches: list[MiniBatch]) -> dict[str, Any]:
     """Mismatch of rollout and training over all loss tokens.
 
@@ -366,7 +311,3 @@ def saturated_share(policy: Decoder) -> float:
     layers = [layer for layer in quantized_layers(policy) if layer.quantized]
     counts = torch.stack([layer.saturation_counts for layer in layers]).sum(dim=0)
     return (counts[0] / counts[1].clamp(min=1)).item()
-
-
-def _shadow_logprobs(run: Run, microbatch: Microbatch) -> Tensor:
-    return packed_logprobs(run.policy, microbatch, run.config.rollout.sampling.temperature, shadow=True)[0]

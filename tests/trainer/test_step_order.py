@@ -10,6 +10,7 @@ from octavo.models.checkpoint import load_decoder
 from octavo.numerics.recipe import get_recipe
 from octavo.rl.losses import KLConfig
 from octavo.trainer import loop
+from octavo.trainer import shadow as shadow_of
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
 from octavo.trainer.divergence import StepRecord
@@ -54,7 +55,8 @@ def spied_step(tmp_path, monkeypatch):
         calls.append((shadow, optimizer.update, temperature, microbatch, logprobs.detach()))
         return logprobs, entropy
 
-    monkeypatch.setattr(loop, "packed_logprobs", spy)
+    for user in (loop, shadow_of):
+        monkeypatch.setattr(user, "packed_logprobs", spy)
     progress = Progress(bounds=run.config.start_bounds())
     metrics = loop.train_step(run, optimizer, None, progress, StepRecord(step=0))
     return run, optimizer, calls, metrics, progress.pool
@@ -115,7 +117,7 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
     problems = run.problems_of_step(0)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
     (batch,) = loop.pack(loop.sample(run, problems, 0), advantages, num_mini_batches=1, microbatch_tokens=8192)
-    batch = loop.annotate_shadow(run, loop.annotate(run, None, batch))
+    batch = shadow_of.annotate_shadow(run, loop.annotate(run, None, batch))
     (microbatch,) = batch.microbatches
     with torch.no_grad():  # ratios that are not all 1
         for parameter in run.policy.parameters():
@@ -127,7 +129,7 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
         weighted = replace(batch, microbatches=[shifted])
         progress = Progress(bounds=run.config.start_bounds())
         logprobs, metrics = loop.accumulate(run, weighted, progress.bounds, lambda count: None)
-        loop.measure_shadow(run, weighted, logprobs, progress, 0)
+        shadow_of.measure_shadow(run, weighted, logprobs, progress, 0)
         pool = progress.pool
         losses.append(metrics["loss/policy"])
         sums.append([pool[0].shadow_positive, pool[0].shadow_negative, *pool[0].positive_contributions])
