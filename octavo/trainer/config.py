@@ -14,6 +14,7 @@ from octavo.rl.loss_clipped import BAPO, M2PO, PPOClip
 from octavo.rl.loss_likelihood import CISPO, DPPOKL, DPPOTV, Reinforce
 from octavo.rl.loss_sequence import GSPO, GSPOToken
 from octavo.rl.losses import ClipBounds, ClipConfig, KLConfig, Reduction
+from octavo.rl.observatory import ObservatoryConfig
 from octavo.rl.overlong import OverlongConfig
 from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
@@ -270,6 +271,8 @@ class TrainConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     calibration: CalibrationConfig | None = field(default_factory=CalibrationConfig)
     """Calibrated clipping, for ppo_clip without dual_clip; null keeps the bounds of algorithm.clip."""
+    observatory: ObservatoryConfig = field(default_factory=ObservatoryConfig)
+    """What is measured of the ratio's noise, and how often; changes no training number."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

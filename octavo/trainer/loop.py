@@ -18,12 +18,14 @@ from octavo.rl.entropy import entropy_metrics
 from octavo.rl.loss_clipped import BAPO, M2PO
 from octavo.rl.losses import ClipBounds, clip_metrics, kl_estimate, reduce_loss
 from octavo.rl.mismatch import mismatch_by_position, mismatch_metrics
+from octavo.rl.observatory import group_metrics
 from octavo.rl.overlong import overlong_penalty
 from octavo.rl.policy_loss import chosen_bounds, dropped_tokens, fixed_bounds, policy_losses
 from octavo.rollout.engine import Completion
 from octavo.rollout.sampler import NonFiniteLogits
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.divergence import Diverged, StepRecord
+from octavo.trainer.observe import observe, observe_old
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import gathered_weights, packed_logprobs, weights_of
 from octavo.trainer.progress import Progress
@@ -70,6 +72,11 @@ def train_step(
         with clock.phase("shadow"):
             mini_batches[-1] = annotate_shadow(run, mini_batches[-1])  # BF16 shadow, old
 
+    observed = None
+    if config.observatory.due(step):
+        with clock.phase("observatory"):
+            observed = observe_old(run, mini_batches[-1])  # other numerics, old
+
     with run.display.bar("update", sum(len(batch.microbatches) for batch in mini_batches)) as advance:
         for index, mini_batch in enumerate(mini_batches):
             record.mini_batch_index, record.mini_batch = index, mini_batch
@@ -78,6 +85,9 @@ def train_step(
             if measures and mini_batch is mini_batches[-1]:
                 with clock.phase("shadow"):
                     metrics |= measure_shadow(run, mini_batch, logprobs, progress, step)  # before its update
+            if observed is not None and mini_batch is mini_batches[-1]:
+                with clock.phase("observatory"):
+                    metrics |= observe(run, mini_batch, logprobs, observed)
             with clock.phase("update"):
                 learned |= optimizer.step()
                 for decoder in run.decoders:
@@ -272,6 +282,7 @@ def rollout_metrics(completions: list[list[Completion]], rewards: Tensor) -> dic
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
+        **group_metrics(rewards),
         "completion/length_mean": lengths.mean().item(),
         "completion/length_p90": lengths.quantile(0.9).item(),
         "completion/length_max": lengths.max().item(),
