@@ -19,6 +19,7 @@ from octavo.report import charts, line_charts
 from octavo.report.charts import accuracy_curve
 from octavo.report.figures import COLOURS, Chart
 from octavo.report.line_charts import draw_lines
+from octavo.report.observatory_charts import observatory_charts
 from octavo.report.runs import Row, RunRecord, number, read_runs, setting, visible
 from octavo.trainer.files import check_output, write_whole
 
@@ -112,6 +113,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
                 draw_lines(line_charts.REWARD, runs),
                 charts.accuracy(runs),
                 draw_lines(line_charts.INFORMATIVE, runs),
+                draw_lines(line_charts.EQUAL_GROUPS, runs),
                 draw_lines(line_charts.LOSS, runs),
             ],
         ),
@@ -140,6 +142,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
                 draw_lines(line_charts.KL, runs),
             ],
         ),
+        Section(title="Observatory", charts=observatory_charts(runs)),
         Section(
             title="Optimiser and time",
             charts=[
