@@ -1,4 +1,4 @@
-"""The command line: octavo train | evaluate | generate | describe | check | report | export | bench."""
+"""The command line: octavo train | evaluate | generate | describe | check | diagnose | report | export | bench."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from octavo import __version__
+from octavo.diagnose.commands import diagnose
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.completion import complete_config, complete_override
 from octavo.trainer.errors import reason
@@ -306,6 +307,7 @@ bench = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(diagnose, name="diagnose")
 
 
 @bench.command(

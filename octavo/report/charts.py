@@ -239,7 +239,7 @@ def bounds(runs: Sequence[RunRecord]) -> Chart:
 
 
 def plain_bounds(run: RunRecord) -> list[float]:
-    """The bounds of algorithm.clip, which calibration aims at; [] where the loss has others or the config is not there."""
+    """The bounds of algorithm.clip, which calibration aims at; [] where the loss has others or no config is there."""
     offsets = [number(setting(run.config, f"algorithm.clip.clip_{end}")) for end in ("low", "high")]
     if setting(run.config, "algorithm.loss.type") != "ppo_clip" or offsets[0] is None or offsets[1] is None:
         return []

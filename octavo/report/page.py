@@ -81,14 +81,7 @@ def write_report(folders: Sequence[Path], output: Path | None) -> Path:
 
 def render(runs: Sequence[RunRecord], now: datetime) -> str:
     """The page as HTML."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("template.html").render(
+    return template("template.html").render(
         title="octavo: " + ", ".join(run.name for run in runs),
         runs=runs,
         summary=summary(runs),
@@ -100,8 +93,20 @@ def render(runs: Sequence[RunRecord], now: datetime) -> str:
         configs=[(run.name, shown(run.config_text)) for run in runs if run.config_text],
         written=f"{now:%Y-%m-%d %H:%M} UTC",
         version=__version__,
-        svg=Markup,
     )
+
+
+def template(name: str, folder: Path | None = None) -> jinja2.Template:
+    """A page's template, which may lie in a folder of its own and be made of the parts that lie here."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*filter(None, [folder]), Path(__file__).parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["svg"] = Markup
+    return environment.get_template(name)
 
 
 def sections(runs: Sequence[RunRecord]) -> list[Section]:
