@@ -20,6 +20,7 @@ NATS = ("log_ratio_std", "logprob_diff", "policy/entropy")
 
 
 def main() -> None:
+    """Diagnose, show, and leave every figure in the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="Hugging Face folder or hub id")
     parser.add_argument("--name", required=True, help="of the result file")

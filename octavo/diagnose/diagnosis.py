@@ -87,17 +87,18 @@ def _mismatch(name: str, metrics: Mapping[str, Any]) -> list[Finding]:
     return [
         Finding(
             says=says,
-            do="Sample and train with one forward, as octavo train does: under a batch-invariant recipe both are equal to "
-            "the bit. Where that cannot be, correct for it: algorithm.correction icepop or sequence_tis.",
+            do="Sample and train with one forward: octavo train does, and under a batch-invariant recipe both are equal "
+            "to the bit. Where that cannot be, correct for it: algorithm.correction icepop or sequence_tis.",
         )
     ]
 
 
 def _noise(name: str, columns: Mapping[str, Metrics]) -> list[Finding]:
-    spread = {other: metrics.get("null/log_ratio_std_fp8") for other, metrics in columns.items()}
-    fp8, bf16 = spread[name], columns[name].get("null/log_ratio_std_bf16")
-    if fp8 is None or bf16 is None:
+    key = "null/log_ratio_std_fp8"
+    if key not in columns[name]:
         return []
+    spread = {other: float(metrics[key]) for other, metrics in columns.items() if key in metrics}
+    fp8, bf16 = spread[name], columns[name]["null/log_ratio_std_bf16"]
     says = f"{name}: a null change spreads log r by {fp8:.3g} nats, in BF16 by {bf16:.3g}"
     if fp8 <= LOUD * bf16:
         return [Finding(says=f"{says}: its ratio is no noisier than BF16's.", do="")]
@@ -107,9 +108,7 @@ def _noise(name: str, columns: Mapping[str, Metrics]) -> list[Finding]:
     elif len(columns) == 1:
         do = "Take the noise out at its source: octavo diagnose model says which recipe does, most often w8a16"
     else:
-        do = (
-            "Keep more in BF16, as precision.kv_cache=bf16 or modules in precision.keep_bf16; no recipe here is quieter"
-        )
+        do = "No recipe here is much quieter: keep more in BF16, as precision.kv_cache=bf16 or precision.keep_bf16"
     return [Finding(says=f"{says}: {_times(fp8, bf16)}, of noise that no update caused.", do=f"{do}.")]
 
 

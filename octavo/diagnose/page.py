@@ -176,7 +176,7 @@ def operations(modules: dict[str, list[ModuleDifference]]) -> Chart:
     """The difference of every operation, in order."""
     chart = Chart(
         title="Difference by operation",
-        caption="Of each operation's output, root of sum (left - right)^2 / sum right^2, in the order in which they run.",
+        caption="Of each operation's output, root of sum (left - right)^2 / sum right^2, in the order they run in.",
     )
     curves = {name: [d.relative for d in found] for name, found in modules.items()}
     chart.notes += [f"{name}: exactly 0 in every operation." for name, values in curves.items() if not any(values)]
