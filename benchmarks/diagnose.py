@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from octavo.bench.results import Results, Row
+from octavo.diagnose.diagnosis_page import FIGURES, show
 from octavo.diagnose.model import ModelDiagnosis, diagnose_model
-from octavo.diagnose.page import FIGURES, show
 from octavo.rl.observatory_modules import first_difference
 from octavo.trainer.metrics import Display
 

@@ -105,7 +105,7 @@ def write(diagnosis: Any, page: Path) -> None:
     """The console's tables, the figures and the page."""
     import json
 
-    from octavo.diagnose.page import render, show
+    from octavo.diagnose.diagnosis_page import render, show
     from octavo.trainer.files import write_whole
 
     show(diagnosis)

@@ -87,8 +87,8 @@ def _mismatch(name: str, metrics: Mapping[str, Any]) -> list[Finding]:
     return [
         Finding(
             says=says,
-            do="Sample and train with one forward: octavo train does, and under a batch-invariant recipe both are equal "
-            "to the bit. Where that cannot be, correct for it: algorithm.correction icepop or sequence_tis.",
+            do="Sample and train with one forward: octavo train does, and under a batch-invariant recipe both are "
+            "equal to the bit. Where that cannot be, correct for it: algorithm.correction icepop or sequence_tis.",
         )
     ]
 

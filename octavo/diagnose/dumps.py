@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.diagnose.prompts import parse_object
+from octavo.diagnose.prompt_files import parse_object
 
 LOGPROBS = (
     "rollout_logprobs",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.diagnose.diagnosis import Diagnosis, Finding, findings_of
-from octavo.diagnose.prompts import PromptRow, read_prompts
+from octavo.diagnose.prompt_files import PromptRow, read_prompts
 from octavo.layers.linear import quantized_layers
 from octavo.models.checkpoint import load_decoder
 from octavo.models.decoder import Decoder

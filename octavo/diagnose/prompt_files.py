@@ -44,6 +44,8 @@ def read_prompts(path: Path, num_prompts: int) -> list[PromptRow]:
                 raise ValueError(
                     f"{where}: some rows have a completion and some have none. Give all of them one, or none"
                 )
+    if len({row.advantage is None for row in rows}) > 1:
+        raise ValueError(f"{path}: some rows have an advantage and some have none. Give all of them one, or none")
     if not rows:
         raise ValueError(f"{path} holds no prompt. Write one a line")
     return rows
