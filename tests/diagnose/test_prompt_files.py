@@ -16,7 +16,7 @@ def test_json_lines_may_hold_completions(tmp_path):
     path.write_text(
         '{"prompt": "a", "completion": " b", "advantage": -1}\n{"prompt": "{", "completion": "}", "advantage": 0}\n'
     )
-    (first, second) = read_prompts(path, 9)
+    first, second = read_prompts(path, 9)
     assert first == PromptRow(prompt="a", completion=" b", advantage=-1)
     assert second == PromptRow(prompt="{", completion="}", advantage=0)
 
