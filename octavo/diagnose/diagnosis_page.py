@@ -10,9 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table as ConsoleTable
+from rich.text import Text
 
 from octavo import __version__
-from octavo.diagnose.diagnosis import Diagnosis
+from octavo.diagnose.diagnosis import Diagnosis, Finding
 from octavo.report.charts import entropy_heat_map, mismatch_by_position
 from octavo.report.figures import COLOURS, Chart, LegendEntry, LogAxis, draw_line, drawing, line_style
 from octavo.report.line_charts import draw_lines
@@ -80,9 +81,9 @@ def show(diagnosis: Diagnosis) -> None:
     table = ConsoleTable(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
     figures = figures_table(diagnosis)
     for place, heading in enumerate(figures.head):
-        table.add_column(visible(heading), justify="right" if place else "left", no_wrap=True)
+        table.add_column(Text(heading), justify="right" if place else "left", no_wrap=True)
     for row in figures.rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     for label, value in diagnosis.facts.items():
         console.print(f"{label}: {visible(value)}", markup=False)
     console.print()
@@ -91,19 +92,19 @@ def show(diagnosis: Diagnosis) -> None:
     for name, differences in diagnosis.modules.items():
         console.print(f"{name}: {modules_summary(differences)}", markup=False)
     for finding in diagnosis.findings:
-        console.print(f"{'! ' if finding.do else ''}{finding.says}", markup=False)
+        console.print(f"{'! ' if finding.do else ''}{visible(finding.says)}", markup=False)
         if finding.do:
             console.print(f"  -> {finding.do}", markup=False)
     for sentence in diagnosis.missing:
-        console.print(f"not diagnosed: {sentence}", markup=False)
+        console.print(f"not diagnosed: {visible(sentence)}", markup=False)
 
 
 def render(diagnosis: Diagnosis) -> str:
     """The page as HTML."""
     return template("diagnosis.html", Path(__file__).parent).render(
         title=f"octavo diagnose: {visible(diagnosis.title)}",
-        findings=diagnosis.findings,
-        missing=diagnosis.missing,
+        findings=[Finding(says=visible(finding.says), do=finding.do) for finding in diagnosis.findings],
+        missing=[visible(sentence) for sentence in diagnosis.missing],
         facts=Table(head=["", ""], rows=[[label, visible(value)] for label, value in diagnosis.facts.items()]),
         figures=figures_table(diagnosis),
         sections=sections(diagnosis),
@@ -133,7 +134,7 @@ def figures_table(diagnosis: Diagnosis) -> Table:
         if any(key in column for column in columns)
     ]
     more = len(diagnosis.columns) - len(names)
-    return Table(head=[f"({more} more in the figures file)" if more else "", *names], rows=rows)
+    return Table(head=[f"({more} more in the figures file)" if more else "", *map(visible, names)], rows=rows)
 
 
 def written(value: object, kind: str) -> str:

@@ -91,6 +91,8 @@ class ModelDiagnosis:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if not 0.0 < self.temperature < float("inf"):
             raise ValueError(f"temperature divides the logits of both sides: finite, above 0; got {self.temperature}")
+        if not 0.0 < self.lr < float("inf"):
+            raise ValueError(f"lr is the learning rate of a step, finite and above 0; got {self.lr}")
         for name in self.recipes:
             get_recipe(name)
         if not set(self.recipes) - {"bf16"}:
