@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="of the result file")
     parser.add_argument("--prompts", type=Path, default=Path("examples/prompts.txt"))
     parser.add_argument("--num-prompts", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1e-6)
     options = parser.parse_args()
     settings = ModelDiagnosis(

@@ -97,15 +97,15 @@ def observed(rng: random.Random) -> dict:
         "modules/error_by_layer": [0.01, 0.02 + 0.01 * rng.random(), 0.05],
         "time/observatory_s": 1.0,
     }
-    for area, noise in (("noise", 1.0), ("null", 0.4)):
+    for area, noise in (("observed", 1.0), ("null", 0.4)):
         line |= {f"{area}/log_ratio_std_{name}": noise * 0.1 for name in ("fp8", "bf16", "fp32")}
         line |= {f"{area}/{key}": noise * rng.random() for key in ("nmae_ratio", "nmae_probability", "amplification")}
     shares = ("agreement_of_bf16", "agreement_of_fp8", "low_side_share", "high_entropy_answer_share")
-    for area, matrix, factor in (("overclip", "clip_matrix", 4.0), ("null", "null", None)):
+    for area, factor in (("observed", 4.0), ("null", None)):
         line |= {f"{area}/{key}": rng.random() for key in shares} | {f"{area}/factor": factor}
         for side in ("low", "high"):
             for place, cell in enumerate(("both", "fp8_only", "bf16_only", "neither")):
-                line[f"{matrix}/{side}_{cell}"] = [bucket * (place + 1) for bucket in range(8)]
+                line[f"{area}/matrix_{side}_{cell}"] = [bucket * (place + 1) for bucket in range(8)]
     return line | {"null/clip_low_share_fp8": 0.01, "null/clip_high_share_fp8": 0.02}
 
 

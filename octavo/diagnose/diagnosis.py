@@ -113,17 +113,17 @@ def _noise(name: str, columns: Mapping[str, Metrics]) -> list[Finding]:
 
 
 def _overclip(name: str, metrics: Mapping[str, Any]) -> list[Finding]:
-    low, high = metrics.get("overclip/low_share"), metrics.get("overclip/high_share")
+    low, high = metrics.get("observed/low_share"), metrics.get("observed/high_share")
     if low is None or high is None:
         return []
-    num_fp8, num_bf16 = metrics["overclip/num_clipped_fp8"], metrics["overclip/num_clipped_bf16"]
+    num_fp8, num_bf16 = metrics["observed/num_clipped_fp8"], metrics["observed/num_clipped_bf16"]
     says = (
         f"{name}: FP8 alone clips {low:.2%} of the punished and {high:.2%} of the rewarded tokens; "
         f"{num_fp8:.0f} tokens against {num_bf16:.0f} in BF16"
     )
     if max(low, high) <= MUCH_OVERCLIP:
         return [Finding(says=f"{says}.", do="")]
-    agreement = metrics["overclip/agreement_of_fp8"]
+    agreement = metrics["observed/agreement_of_fp8"]
     do = "Calibrate the bounds (calibration in the config)"
     if agreement is not None and agreement < HALF:
         says += f", and only {agreement:.0%} of FP8's are clipped by BF16 too: noise chooses them"

@@ -27,7 +27,7 @@ from octavo.rl.entropy import entropy_metrics
 from octavo.rl.loss_clipped import ppo_clip
 from octavo.rl.losses import ClipConfig, reduce_loss
 from octavo.rl.mismatch import mismatch_by_position, mismatch_metrics
-from octavo.rl.observatory import LogprobPair, ObservedTokens, answer_metrics, ratio_metrics
+from octavo.rl.observatory import NULL, LogprobPair, ObservedTokens, answer_metrics, ratio_metrics
 from octavo.rl.observatory_modules import (
     ModuleDifference,
     first_difference,
@@ -284,7 +284,7 @@ def figures(name: str, old: Pass, null: Pass, now: Pass, batch: MiniBatch, clip:
         **mismatch_metrics(bf16, chosen, mask),
         **mismatch_by_position(bf16[mask], chosen[mask], positions[mask]),
         **ratio_metrics(steps, tokens, clip),
-        **ratio_metrics(nulls, tokens, clip, null=True),
+        **ratio_metrics(nulls, tokens, clip, NULL),
         **entropy_metrics(old[name][1][mask]),
         **answer_metrics(tokens),
     }

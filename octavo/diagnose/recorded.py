@@ -15,6 +15,8 @@ from octavo.rl.loss_clipped import beyond
 from octavo.rl.losses import ClipConfig, clip_metrics
 from octavo.rl.mismatch import mismatch_by_position, mismatch_metrics
 from octavo.rl.observatory import (
+    NULL,
+    STEP,
     LogprobPair,
     ObservedTokens,
     answer_metrics,
@@ -113,9 +115,9 @@ def dump_metrics(dump: Dump, clip: ClipConfig) -> Metrics:
     if have("entropy", "advantages"):
         metrics |= answer_metrics(tokens)
     if have("old_logprobs", "logprobs"):
-        metrics |= _change(columns, tokens, clip, ("old_logprobs", "logprobs"), null=False)
+        metrics |= _change(columns, tokens, clip, ("old_logprobs", "logprobs"), STEP)
     if have(*NEEDS["the null line"]):
-        metrics |= _change(columns, tokens, clip, ("logprobs", "null_logprobs"), null=True)
+        metrics |= _change(columns, tokens, clip, ("logprobs", "null_logprobs"), NULL)
     groups: dict[str, list[float]] = {}
     for answer in dump.answers:
         if "group" in answer and "reward" in answer:
@@ -127,7 +129,7 @@ def dump_metrics(dump: Dump, clip: ClipConfig) -> Metrics:
 
 
 def _change(
-    columns: dict[str, Tensor], tokens: ObservedTokens, clip: ClipConfig, names: tuple[str, str], *, null: bool
+    columns: dict[str, Tensor], tokens: ObservedTokens, clip: ClipConfig, names: tuple[str, str], area: str
 ) -> Metrics:
     """The figures of one change, as far as the columns go."""
     pairs = {
@@ -135,16 +137,16 @@ def _change(
         for numerics, prefix in (("fp8", ""), ("bf16", "shadow_"))
         if prefix + names[0] in columns and prefix + names[1] in columns
     }
-    metrics: Metrics = {} if null else dict(log_ratio_std(pairs, tokens.loss_mask))
+    metrics: Metrics = {f"{area}/{key}": value for key, value in log_ratio_std(pairs, tokens.loss_mask).items()}
     if "advantages" not in columns:
         return metrics
-    if not null:
+    if area == STEP:
         ratio = torch.exp(pairs["fp8"].log_ratio)
         dropped = beyond(ratio, tokens.advantages, clip.bounds())
         metrics |= clip_metrics(dropped, ratio, tokens.advantages, tokens.loss_mask)
     if "bf16" not in pairs:
         return metrics
-    compared = ratio_metrics(pairs, tokens, clip, null=null)
+    compared = ratio_metrics(pairs, tokens, clip, area)
     if "entropy" not in columns:
         of_entropy = [k for k, v in compared.items() if isinstance(v, list) or k.endswith("high_entropy_answer_share")]
         compared = {key: value for key, value in compared.items() if key not in of_entropy}

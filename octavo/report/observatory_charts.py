@@ -24,9 +24,9 @@ SPREAD = Lines(
     caption="Standard deviation of log r over the last mini-batch's tokens in each numerics, in nats." + NULL_LINE,
     unit="nats",
     keys={
-        "FP8": "noise/log_ratio_std_fp8",
-        "BF16": "noise/log_ratio_std_bf16",
-        "FP32": "noise/log_ratio_std_fp32",
+        "FP8": "observed/log_ratio_std_fp8",
+        "BF16": "observed/log_ratio_std_bf16",
+        "FP32": "observed/log_ratio_std_fp32",
         "FP8, null": "null/log_ratio_std_fp8",
         "BF16, null": "null/log_ratio_std_bf16",
         "FP32, null": "null/log_ratio_std_fp32",
@@ -39,8 +39,8 @@ ERROR = Lines(
     caption="Mean |x_fp8 - x_bf16| / mean |x_bf16| of the probability and of the ratio, without unit." + NULL_LINE,
     unit="error",
     keys={
-        "ratio": "noise/nmae_ratio",
-        "probability": "noise/nmae_probability",
+        "ratio": "observed/nmae_ratio",
+        "probability": "observed/nmae_probability",
         "ratio, null": "null/nmae_ratio",
         "probability, null": "null/nmae_probability",
     },
@@ -51,7 +51,7 @@ AMPLIFICATION = Lines(
     title="Amplification",
     caption="Relative error of the ratio over that of the probability, without unit." + NULL_LINE,
     unit="times",
-    keys={"step": "noise/amplification", "null": "null/amplification"},
+    keys={"step": "observed/amplification", "null": "null/amplification"},
     absent=OFF,
     smooth=False,
 )
@@ -59,7 +59,7 @@ FACTOR = Lines(
     title="Over-clipping factor",
     caption="Tokens that FP8 clips over tokens that BF16 clips, at the plain bounds." + NULL_LINE,
     unit="times",
-    keys={"step": "overclip/factor", "null": "null/factor"},
+    keys={"step": "observed/factor", "null": "null/factor"},
     absent=UNMEASURED,
     smooth=False,
 )
@@ -68,8 +68,8 @@ AGREEMENT = Lines(
     caption="Of the tokens that BF16 clips, the share that FP8 clips too, and the other way round." + NULL_LINE,
     unit="share",
     keys={
-        "of BF16's": "overclip/agreement_of_bf16",
-        "of FP8's": "overclip/agreement_of_fp8",
+        "of BF16's": "observed/agreement_of_bf16",
+        "of FP8's": "observed/agreement_of_fp8",
         "of BF16's, null": "null/agreement_of_bf16",
         "of FP8's, null": "null/agreement_of_fp8",
     },
@@ -82,8 +82,8 @@ SURPLUS = Lines(
     "entropy is above 1 nat." + NULL_LINE,
     unit="share",
     keys={
-        "low bound": "overclip/low_side_share",
-        "uncertain answers": "overclip/high_entropy_answer_share",
+        "low bound": "observed/low_side_share",
+        "uncertain answers": "observed/high_entropy_answer_share",
         "low bound, null": "null/low_side_share",
         "uncertain answers, null": "null/high_entropy_answer_share",
     },
@@ -124,8 +124,8 @@ def clip_matrix(runs: Sequence[RunRecord]) -> Chart:
         "stronger the colour, the larger the share of its row. A punished token is clipped low or not at all, a "
         "rewarded one high or not at all.",
     )
-    found = {index: table for index, run in enumerate(runs) if (table := matrix_of(run, "clip_matrix"))}
-    note_missing(chart, runs, ["clip_matrix/..."], OFF, list(found))
+    found = {index: table for index, run in enumerate(runs) if (table := matrix_of(run, "observed"))}
+    note_missing(chart, runs, ["observed/matrix_..."], OFF, list(found))
     for index, matrix in found.items():
         for side, meaning in SIDES.items():
             label = f"{said_of(runs, index)}{meaning}"
@@ -142,7 +142,7 @@ def matrix_of(run: RunRecord, area: str) -> dict[str, np.ndarray]:
     """Side -> [8, 4] counts by entropy and by CELLS, summed over the steps; {} where no step has all of them."""
     total: dict[str, np.ndarray] = {}
     for line in run.lines:
-        columns = {side: [line.get(f"{area}/{side}_{cell}") for cell in CELLS] for side in SIDES}
+        columns = {side: [line.get(f"{area}/matrix_{side}_{cell}") for cell in CELLS] for side in SIDES}
         if all(_counts(column) for side in columns.values() for column in side):
             for side, counts in columns.items():
                 total[side] = total.get(side, 0.0) + np.asarray(counts, dtype=np.float64).T

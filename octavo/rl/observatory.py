@@ -23,8 +23,8 @@ from octavo.rl.mismatch import amplification, overclip_metrics
 
 CELLS = ("both", "fp8_only", "bf16_only", "neither")
 """Of the clip matrix: who clips a token."""
-NULL = "null/"
-"""Before the key of a metric, in place of its area: the same of the null change."""
+STEP, NULL = "observed", "null"
+"""Areas of `ratio_metrics`: the step's change of the weights, and the null change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +79,15 @@ class ObservedTokens:
 
 
 def ratio_metrics(
-    pairs: Mapping[str, LogprobPair], tokens: ObservedTokens, clip: ClipConfig, *, null: bool = False
+    pairs: Mapping[str, LogprobPair], tokens: ObservedTokens, clip: ClipConfig, area: str = STEP
 ) -> dict[str, Any]:
-    """Every figure of one change of the weights: those of the functions below, of overclip_metrics and amplification.
+    """Every figure of one change of the weights: those of the next three functions, overclip_metrics and amplification.
 
     Args:
         pairs: "fp8" and "bf16", and "fp32" where it was measured.
         tokens: what they are.
         clip: offsets from a ratio of 1, those a BF16 run would use.
-        null: the change is the null change; the keys get NULL in place of their area.
+        area: STEP or NULL; stands before every key, also those that have another elsewhere, as overclip/low_share.
     """
     fp8, bf16 = pairs["fp8"], pairs["bf16"]
     ratio, shadow_ratio = torch.exp(fp8.log_ratio), torch.exp(bf16.log_ratio)
@@ -98,18 +98,19 @@ def ratio_metrics(
         **clip_matrix(ratio, shadow_ratio, tokens, clip),
         **amplification(fp8.after, bf16.after, fp8.before, bf16.before, tokens.loss_mask),
     }
-    return {NULL + key.partition("/")[2]: value for key, value in metrics.items()} if null else metrics
+    return {f"{area}/{key.rpartition('/')[2]}": value for key, value in metrics.items()}
 
 
 def log_ratio_std(pairs: Mapping[str, LogprobPair], loss_mask: Tensor) -> dict[str, float]:
     """How wide the ratio is spread in each numerics.
 
-    noise/log_ratio_std_NAME  standard deviation of log r = after - before, in nats, for each pair; 0.0 of no tokens
+    Returns:
+        log_ratio_std_NAME of each pair: standard deviation of log r = after - before, in nats; 0.0 of no tokens.
     """
     metrics = {}
     for name, pair in pairs.items():
         (log_ratio,) = loss_tokens(loss_mask, pair.log_ratio)
-        metrics[f"noise/log_ratio_std_{name}"] = log_ratio.std(correction=0).item() if log_ratio.numel() else 0.0
+        metrics[f"log_ratio_std_{name}"] = log_ratio.std(correction=0).item() if log_ratio.numel() else 0.0
     return metrics
 
 
@@ -135,8 +136,8 @@ def clip_matrix(
 ) -> dict[str, list[int] | None]:
     """Counts of tokens by who clips them and by entropy; each a list over the buckets of ENTROPY_EDGES.
 
-        clip_matrix/low_both, low_fp8_only, low_bf16_only, low_neither   tokens with A < 0 at the bound 1 - clip_low
-        clip_matrix/high_both, high_fp8_only, high_bf16_only, high_neither   tokens with A > 0 at 1 + clip_high
+        matrix_low_both, matrix_low_fp8_only, matrix_low_bf16_only, matrix_low_neither       A < 0, at 1 - clip_low
+        matrix_high_both, matrix_high_fp8_only, matrix_high_bf16_only, matrix_high_neither   A > 0, at 1 + clip_high
 
     A punished token is clipped low or not at all, a rewarded one high or not at all, so the sign of A is the side.
     Tokens with A = 0 are in neither. All None when a loss token has a NaN.
@@ -149,7 +150,7 @@ def clip_matrix(
     sources = loss_tokens(tokens.loss_mask, ratio, shadow_ratio, tokens.advantages, tokens.entropy)
     keys = [(side, cell) for side in ("low", "high") for cell in CELLS]
     if any(bool(torch.isnan(source).any()) for source in sources):
-        return {f"clip_matrix/{side}_{cell}": None for side, cell in keys}
+        return {f"matrix_{side}_{cell}": None for side, cell in keys}
     ratio, shadow_ratio, advantages, entropy = sources
     clipped, bucket = _clipped(ratio, shadow_ratio, advantages, clip), entropy_buckets(entropy)
     by_side = {
@@ -161,7 +162,7 @@ def clip_matrix(
         cells = (fp8 & bf16, fp8 & ~bf16, ~fp8 & bf16, ~fp8 & ~bf16 & population)
         for cell, chosen in zip(CELLS, cells, strict=True):
             counts = torch.bincount(bucket[chosen], minlength=len(ENTROPY_EDGES))
-            metrics[f"clip_matrix/{side}_{cell}"] = counts.tolist()
+            metrics[f"matrix_{side}_{cell}"] = counts.tolist()
     return metrics
 
 
@@ -170,12 +171,12 @@ def overclip_shape(
 ) -> dict[str, float | None]:
     """How many more tokens FP8 clips than BF16, whether they are the same ones, and where the surplus lies.
 
-        overclip/num_clipped_fp8, num_clipped_bf16, num_clipped_both   tokens clipped, low or high, by each and by both
-        overclip/factor                    num_clipped_fp8 / num_clipped_bf16                          (papers: ~4)
-        overclip/agreement_of_bf16         num_clipped_both / num_clipped_bf16
-        overclip/agreement_of_fp8          num_clipped_both / num_clipped_fp8
-        overclip/low_side_share            of tokens that FP8 alone clips, those clipped low           (papers: ~70 %)
-        overclip/high_entropy_answer_share of tokens that FP8 alone clips low, those in high-entropy answers (~90 %)
+        num_clipped_fp8, num_clipped_bf16, num_clipped_both   tokens clipped, low or high, by each and by both
+        factor                    num_clipped_fp8 / num_clipped_bf16                          (papers: ~4)
+        agreement_of_bf16         num_clipped_both / num_clipped_bf16
+        agreement_of_fp8          num_clipped_both / num_clipped_fp8
+        low_side_share            of tokens that FP8 alone clips, those clipped low           (papers: ~70 %)
+        high_entropy_answer_share of tokens that FP8 alone clips low, those in high-entropy answers (~90 %)
 
     A high-entropy answer is a completion whose mean token entropy is above HIGH_ENTROPY = 1 nat.
 
@@ -196,14 +197,14 @@ def overclip_shape(
         return share(event, population, sources) if population.any() else None
 
     return {
-        "overclip/num_clipped_fp8": num_fp8,
-        "overclip/num_clipped_bf16": num_bf16,
-        "overclip/num_clipped_both": num_both,
-        "overclip/factor": num_fp8 / num_bf16 if num_bf16 else None,
-        "overclip/agreement_of_bf16": share_of(fp8, bf16),
-        "overclip/agreement_of_fp8": share_of(bf16, fp8),
-        "overclip/low_side_share": share_of(alone_low, alone),
-        "overclip/high_entropy_answer_share": share_of(uncertain, alone_low),
+        "num_clipped_fp8": num_fp8,
+        "num_clipped_bf16": num_bf16,
+        "num_clipped_both": num_both,
+        "factor": num_fp8 / num_bf16 if num_bf16 else None,
+        "agreement_of_bf16": share_of(fp8, bf16),
+        "agreement_of_fp8": share_of(bf16, fp8),
+        "low_side_share": share_of(alone_low, alone),
+        "high_entropy_answer_share": share_of(uncertain, alone_low),
     }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.models.decoder import Decoder, Norm
 from octavo.numerics.recipe import get_recipe
 from octavo.rl.batch import MiniBatch
-from octavo.rl.observatory import LogprobPair, ObservedTokens, answer_metrics, ratio_metrics
+from octavo.rl.observatory import NULL, LogprobPair, ObservedTokens, answer_metrics, ratio_metrics
 from octavo.rl.observatory_modules import MAX_TOKENS, first_difference, module_differences, packed_outputs
 from octavo.trainer.policy import packed_logprobs
 from octavo.trainer.progress import static_scales
@@ -61,7 +61,7 @@ def observe(run: Run, mini_batch: MiniBatch, logprobs: Tensor, old: dict[str, Te
         if config.null_line:
             with null_change(run.policy):
                 nulls = {name: LogprobPair(before=now[name], after=forwards[name](mini_batch)[0]) for name in now}
-            metrics |= ratio_metrics(nulls, tokens, clip, null=True)
+            metrics |= ratio_metrics(nulls, tokens, clip, NULL)
         if config.modules:
             metrics |= module_metrics(run, mini_batch)
     return metrics

@@ -25,7 +25,7 @@ def hostile() -> Diagnosis:
     return Diagnosis(
         title=HOSTILE,
         facts={"source": HOSTILE},
-        columns={HOSTILE: {"num_tokens": 1200, "mismatch/outside_share": 0.123, "overclip/factor": None}},
+        columns={HOSTILE: {"num_tokens": 1200, "mismatch/outside_share": 0.123, "observed/factor": None}},
         findings=[Finding(says=HOSTILE, do="Use `w8a16`.")],
         missing=[f"entropy: no {HOSTILE}"],
         modules={"a / b": [difference("first", 0.0), difference("second", 0.25), difference("third", 0.125)]},

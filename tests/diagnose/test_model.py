@@ -79,10 +79,10 @@ def test_the_figures_are_those_of_the_recipes_own_forward(seen):
     )
     bf16 = logprobs_of(decoder_with(kept["before"], "bf16"), batch, 1.0)[0][mask].double()
     found = diagnosis.columns["block128"]
-    assert found["noise/log_ratio_std_fp8"] == (now - old).std(correction=0).item() > 0.0
+    assert found["observed/log_ratio_std_fp8"] == (now - old).std(correction=0).item() > 0.0
     assert found["mismatch/std_logprob_diff"] == (bf16 - old).std(correction=0).item() > 0.0
     assert found["num_tokens"] == mask.sum()
-    shared = ("noise/log_ratio_std_bf16", "noise/log_ratio_std_fp32", "null/log_ratio_std_bf16")
+    shared = ("observed/log_ratio_std_bf16", "observed/log_ratio_std_fp32", "null/log_ratio_std_bf16")
     assert list(diagnosis.columns) == ["block128", "tensorwise"]
     assert all(found[key] == diagnosis.columns["tensorwise"][key] > 0.0 for key in shared)
 

@@ -64,7 +64,7 @@ def test_mismatch_by_hand(tmp_path):
     found = diagnose(tmp_path / "a.jsonl", [row]).columns[ALL]
     assert found["mismatch/max_abs_logprob_diff"] == 1.0 and found["mismatch/outside_share"] == 0.25
     assert found["mismatch/max_abs_by_position"] == [0.0, 0.0, 1.0]
-    assert "noise/log_ratio_std_fp8" not in found
+    assert "observed/log_ratio_std_fp8" not in found
 
 
 def test_ratios_and_clipping_by_hand(tmp_path):
@@ -72,7 +72,7 @@ def test_ratios_and_clipping_by_hand(tmp_path):
     row = {**ONE, "logprobs": [-1.0 + math.log(ratio) for ratio in ratios]}
     found = diagnose(tmp_path / "a.jsonl", [row]).columns[ALL]
     logs = torch.tensor([math.log(ratio) for ratio in ratios], dtype=torch.float64)
-    assert found["noise/log_ratio_std_fp8"] == pytest.approx(logs.std(correction=0).item())
+    assert found["observed/log_ratio_std_fp8"] == pytest.approx(logs.std(correction=0).item())
     assert (found["loss/clip_fraction_low"], found["loss/clip_fraction_high"]) == (0.5, 0.0)
 
 
@@ -97,7 +97,7 @@ def test_a_whole_dump_has_the_figures_of_its_tokens(tmp_path):
         "bf16": LogprobPair(before=column("shadow_old_logprobs"), after=column("shadow_logprobs")),
     }
     expected = ratio_metrics(pairs, tokens, CLIP)
-    assert {key: found[key] for key in expected} == expected and expected["overclip/num_clipped_fp8"] > 20
+    assert {key: found[key] for key in expected} == expected and expected["observed/num_clipped_fp8"] > 20
     assert found["null/log_ratio_std_fp8"] == pytest.approx(0.3, rel=0.2)
     assert found["null/log_ratio_std_bf16"] == pytest.approx(0.01, rel=0.2)
     assert list(diagnosis.columns) == [ALL, "step 0", "step 1"] and diagnosis.missing == []

@@ -31,12 +31,12 @@ def run_of(folder, rows: list[dict]) -> RunRecord:
     return read_run(folder, folder.name)
 
 
-def matrix_line(step: int, base: int, area: str = "clip_matrix") -> dict:
+def matrix_line(step: int, base: int, area: str = "observed") -> dict:
     """Counts that tell every cell from every other."""
     line: dict = {"step": step}
     for s, side in enumerate(("low", "high")):
         for c, cell in enumerate(CELLS):
-            line[f"{area}/{side}_{cell}"] = [base * (100 * s + 10 * c + bucket) for bucket in range(8)]
+            line[f"{area}/matrix_{side}_{cell}"] = [base * (100 * s + 10 * c + bucket) for bucket in range(8)]
     return line
 
 
@@ -88,15 +88,15 @@ def test_the_clip_matrix_adds_up_the_steps(tmp_path, drawn):
 def test_a_damaged_matrix_is_left_out(tmp_path):
     whole = matrix_line(0, 1)
     broken = [
-        {**whole, "clip_matrix/low_both": None},
-        {**whole, "clip_matrix/low_both": [1, 2]},
-        {**whole, "clip_matrix/low_both": [0.5] * 8},
-        {**whole, "clip_matrix/low_both": [-1] * 8},
-        {**whole, "clip_matrix/low_both": [10**400] * 8},
-        {key: value for key, value in whole.items() if key != "clip_matrix/high_neither"},
+        {**whole, "observed/matrix_low_both": None},
+        {**whole, "observed/matrix_low_both": [1, 2]},
+        {**whole, "observed/matrix_low_both": [0.5] * 8},
+        {**whole, "observed/matrix_low_both": [-1] * 8},
+        {**whole, "observed/matrix_low_both": [10**400] * 8},
+        {key: value for key, value in whole.items() if key != "observed/matrix_high_neither"},
     ]
     run = run_of(tmp_path / "a", [{**line, "step": step} for step, line in enumerate([*broken, whole])])
-    assert np.array_equal(matrix_of(run, "clip_matrix")["low"][:, 0], range(8))
+    assert np.array_equal(matrix_of(run, "observed")["low"][:, 0], range(8))
     assert matrix_of(run, "null") == {}
     assert clip_matrix([run]).notes == ["FP8 alone clips 108 low and 908 high."]
 

@@ -58,14 +58,14 @@ def test_clip_matrix_by_hand():
     matrix = clip_matrix(*ratios_of(ROWS), tokens_of(ROWS), CLIP)
     cells = {key: {b: n for b, n in enumerate(counts) if n} for key, counts in matrix.items()}
     assert cells == {
-        "clip_matrix/low_both": {0: 1},
-        "clip_matrix/low_fp8_only": {1: 1, 6: 1},
-        "clip_matrix/low_bf16_only": {5: 1},
-        "clip_matrix/low_neither": {4: 1},
-        "clip_matrix/high_both": {2: 1},
-        "clip_matrix/high_fp8_only": {7: 1},
-        "clip_matrix/high_bf16_only": {},
-        "clip_matrix/high_neither": {3: 1},
+        "matrix_low_both": {0: 1},
+        "matrix_low_fp8_only": {1: 1, 6: 1},
+        "matrix_low_bf16_only": {5: 1},
+        "matrix_low_neither": {4: 1},
+        "matrix_high_both": {2: 1},
+        "matrix_high_fp8_only": {7: 1},
+        "matrix_high_bf16_only": {},
+        "matrix_high_neither": {3: 1},
     }
     assert all(len(counts) == 8 for counts in matrix.values())
 
@@ -73,19 +73,19 @@ def test_clip_matrix_by_hand():
 def test_a_ratio_on_its_bound_is_clipped():
     rows = [(0.8, 0.81, -1.0, 0.0, 0), (1.28, 1.27, 1.0, 0.0, 0), ROWS[-1]]
     shape = overclip_shape(*ratios_of(rows), tokens_of(rows), CLIP)
-    assert (shape["overclip/num_clipped_fp8"], shape["overclip/num_clipped_bf16"]) == (2.0, 0.0)
+    assert (shape["num_clipped_fp8"], shape["num_clipped_bf16"]) == (2.0, 0.0)
 
 
 def test_overclip_shape_by_hand():
     assert overclip_shape(*ratios_of(ROWS), tokens_of(ROWS), CLIP) == {
-        "overclip/num_clipped_fp8": 5.0,
-        "overclip/num_clipped_bf16": 3.0,
-        "overclip/num_clipped_both": 2.0,
-        "overclip/factor": 5 / 3,
-        "overclip/agreement_of_bf16": 2 / 3,
-        "overclip/agreement_of_fp8": 2 / 5,
-        "overclip/low_side_share": 2 / 3,
-        "overclip/high_entropy_answer_share": 1 / 2,
+        "num_clipped_fp8": 5.0,
+        "num_clipped_bf16": 3.0,
+        "num_clipped_both": 2.0,
+        "factor": 5 / 3,
+        "agreement_of_bf16": 2 / 3,
+        "agreement_of_fp8": 2 / 5,
+        "low_side_share": 2 / 3,
+        "high_entropy_answer_share": 1 / 2,
     }
 
 
@@ -93,7 +93,7 @@ def test_an_answer_is_uncertain_by_the_mean_of_its_own_tokens():
     """One token of 2.5 nats makes an answer of two tokens uncertain (mean 1.5), not one of three (mean 0.84)."""
     longer = [*ROWS[:5], (1.0, 1.0, -2.0, 0.02, 1), (1.0, 1.0, -2.0, 0.02, 1), ROWS[-1]]
     shape = overclip_shape(*ratios_of(longer), tokens_of(longer), CLIP)
-    assert shape["overclip/high_entropy_answer_share"] == 0.0
+    assert shape["high_entropy_answer_share"] == 0.0
 
 
 def test_answer_metrics_by_hand():
@@ -109,8 +109,8 @@ def test_log_ratio_std_by_hand():
     before = torch.tensor([-1.0, -2.0, -3.0, 7.0])
     pair = LogprobPair(before=before, after=before + torch.tensor([0.1, 0.3, 0.2, 99.0]))
     found = log_ratio_std({"fp8": pair, "fp32": pair}, torch.tensor([1, 1, 1, 0]))
-    assert found == pytest.approx({f"noise/log_ratio_std_{n}": math.sqrt(0.02 / 3) for n in ("fp8", "fp32")}, rel=1e-6)
-    assert log_ratio_std({"fp8": pair}, torch.zeros(4)) == {"noise/log_ratio_std_fp8": 0.0}
+    assert found == pytest.approx({f"log_ratio_std_{n}": math.sqrt(0.02 / 3) for n in ("fp8", "fp32")}, rel=1e-6)
+    assert log_ratio_std({"fp8": pair}, torch.zeros(4)) == {"log_ratio_std_fp8": 0.0}
 
 
 def test_group_metrics_by_hand():
@@ -120,41 +120,41 @@ def test_group_metrics_by_hand():
 
 def test_every_figure_of_a_change_and_the_same_keys_for_the_null_change():
     metrics = ratio_metrics(pairs_of(ROWS), tokens_of(ROWS), CLIP)
-    assert metrics["overclip/low_share"] == 2 / 5 and metrics["overclip/high_share"] == 1 / 3
+    assert metrics["observed/low_share"] == 2 / 5 and metrics["observed/high_share"] == 1 / 3
     log_noise = torch.tensor([math.log(row[0] / row[1]) for row in ROWS[:-1]])
-    assert metrics["overclip/log_ratio_std_diff"] == pytest.approx(log_noise.std(correction=0).item(), rel=1e-5)
+    assert metrics["observed/log_ratio_std_diff"] == pytest.approx(log_noise.std(correction=0).item(), rel=1e-5)
     fp8, bf16 = (torch.tensor([row[i] for row in ROWS[:-1]]).double() for i in (0, 1))
     nmae_ratio = ((fp8 - bf16).abs().sum() / bf16.sum()).item()
     p_fp8, p_bf16 = fp8 * math.exp(-1.0), bf16 * math.exp(-1.5)
     nmae_probability = ((p_fp8 - p_bf16).abs().sum() / p_bf16.sum()).item()
-    assert metrics["noise/nmae_ratio"] == pytest.approx(nmae_ratio, rel=1e-5)
-    assert metrics["noise/amplification"] == pytest.approx(nmae_ratio / nmae_probability, rel=1e-5)
-    null = ratio_metrics(pairs_of(ROWS), tokens_of(ROWS), CLIP, null=True)
+    assert metrics["observed/nmae_ratio"] == pytest.approx(nmae_ratio, rel=1e-5)
+    assert metrics["observed/amplification"] == pytest.approx(nmae_ratio / nmae_probability, rel=1e-5)
+    null = ratio_metrics(pairs_of(ROWS), tokens_of(ROWS), CLIP, "null")
     assert list(null.values()) == list(metrics.values()) and len(null) == len(metrics)
-    assert null["null/low_both"] == metrics["clip_matrix/low_both"] and "null/log_ratio_std_bf16" in null
+    assert null["null/matrix_low_both"] == metrics["observed/matrix_low_both"] and "null/log_ratio_std_bf16" in null
 
 
 def test_nothing_to_share_is_none_and_nan_is_not_hidden():
     calm = [(1.0, 1.0, -1.0, 0.1, 0), (1.0, 1.0, 1.0, 0.1, 1), ROWS[-1]]
     shape = overclip_shape(*ratios_of(calm), tokens_of(calm), CLIP)
     assert {key for key, value in shape.items() if value is None} == {
-        "overclip/factor",
-        "overclip/agreement_of_bf16",
-        "overclip/agreement_of_fp8",
-        "overclip/low_side_share",
-        "overclip/high_entropy_answer_share",
+        "factor",
+        "agreement_of_bf16",
+        "agreement_of_fp8",
+        "low_side_share",
+        "high_entropy_answer_share",
     }
     assert answer_metrics(tokens_of(calm))["answers/high_entropy_positive_share"] is None
     broken = [(math.nan, *ROWS[0][1:]), *ROWS[1:]]
     assert set(clip_matrix(*ratios_of(broken), tokens_of(broken), CLIP).values()) == {None}
-    assert math.isnan(overclip_shape(*ratios_of(broken), tokens_of(broken), CLIP)["overclip/low_side_share"])
+    assert math.isnan(overclip_shape(*ratios_of(broken), tokens_of(broken), CLIP)["low_side_share"])
 
 
 def test_without_loss_tokens_nothing_is_counted():
     mask = torch.zeros(len(ROWS), dtype=torch.bool)
     metrics = ratio_metrics(pairs_of(ROWS), tokens_of(ROWS, mask), CLIP) | answer_metrics(tokens_of(ROWS, mask))
-    counts = [sum(metrics[f"clip_matrix/{side}_{cell}"]) for side in ("low", "high") for cell in CELLS]
-    assert counts == [0] * 8 and metrics["overclip/num_clipped_fp8"] == 0.0 and metrics["overclip/factor"] is None
+    counts = [sum(metrics[f"observed/matrix_{side}_{cell}"]) for side in ("low", "high") for cell in CELLS]
+    assert counts == [0] * 8 and metrics["observed/num_clipped_fp8"] == 0.0 and metrics["observed/factor"] is None
     assert metrics["answers/entropy_histogram"] == [0] * 8 and metrics["answers/high_entropy_share"] == 0.0
 
 
@@ -188,7 +188,7 @@ def test_padding_order_and_numbering_change_nothing():
         tokens = tokens_of(rows, mask)
         results.append(ratio_metrics(pairs_of(rows), tokens, CLIP) | answer_metrics(tokens))
     first = results[0]
-    assert first["overclip/num_clipped_fp8"] > first["overclip/num_clipped_both"] > 0
+    assert first["observed/num_clipped_fp8"] > first["observed/num_clipped_both"] > 0
     assert 0.0 < first["answers/high_entropy_share"] < 1.0
     for other in results[1:]:
         for key, value in first.items():
