@@ -44,6 +44,8 @@ ALIASES = {
 KNOWN = (*TOKEN_COLUMNS, "reward", "group", "step")
 MOST_ABOVE_ZERO = 1e-3
 """Nats that rounding may put a log-probability above 0."""
+LAST_STEP = 2**53
+"""A step beyond it is damage."""
 SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -104,8 +106,8 @@ def read_dump(paths: Sequence[Path]) -> Dump:
         index.append(torch.full((int(mask.sum()),), len(answers)))
         positions.append(torch.arange(len(mask))[mask])
         step = _number(known.get("step", 0), "step", where)
-        if step != int(step):
-            raise ValueError(f"{where}: step is a whole number; got {step}")
+        if step != int(step) or not 0 <= step <= LAST_STEP:
+            raise ValueError(f"{where}: step is a whole number, at least 0; got {step:g}")
         steps.append(torch.full_like(index[-1], int(step)))
         answers.append(
             {"step": int(step), **{name: known[name] for name in ("group",) if name in known}}

@@ -20,6 +20,7 @@ from octavo.diagnose.diagnosis import Diagnosis, Finding, findings_of
 from octavo.diagnose.prompt_files import PromptRow, read_prompts
 from octavo.layers.linear import quantized_layers
 from octavo.models.checkpoint import load_decoder
+from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import get_recipe
 from octavo.rl.batch import MiniBatch, pack
@@ -48,6 +49,8 @@ Pass = dict[str, tuple[Tensor, Tensor]]
 """Numerics -> log-probabilities and entropy of the batch, [T] fp32 each."""
 
 MICROBATCH_TOKENS = 2048
+RUNNING_SEQUENCES = 64
+"""That the KV cache has room for at once."""
 COMPARED_TOKENS = 96
 """Of one sequence, whose operations are compared."""
 DECODED_TOKENS = 12
@@ -169,6 +172,12 @@ def sampled(
     given = [row.completion for row in rows if row.completion is not None]
     answers = [tokenizer.encode(text, add_special_tokens=False)[: settings.max_tokens] for text in given]
     longest = max(map(len, prompts)) + settings.max_tokens
+    limit = read_config(settings.model)[0].max_positions
+    if longest > limit:
+        raise ValueError(
+            f"{settings.prompts}: the longest prompt has {longest - settings.max_tokens} tokens, which with "
+            f"{settings.max_tokens} more exceed the model's {limit} positions. Shorten it, or lower --max-tokens"
+        )
     bf16 = load_decoder(settings.model, get_recipe("bf16"), max_tokens=longest, device=settings.device)
     check_vocabulary([*prompts, *answers], bf16.config.vocab_size, settings.model)
     if given:
@@ -179,7 +188,7 @@ def sampled(
             for p, a in zip(prompts, answers, strict=True)
         ]
     stops = stop_token_ids(tokenizer, load_generation_config(settings.model), bf16.hf_config)
-    engine = Engine(bf16, EngineConfig(kv_cache_tokens=max(4096, longest * len(rows) * settings.group_size)), stops)
+    engine = Engine(bf16, EngineConfig(kv_cache_tokens=max(4096, RUNNING_SEQUENCES * longest)), stops)
     with display.bar("sample", len(rows) * settings.group_size) as advance:
         return bf16, engine.generate(
             prompts,
