@@ -8,6 +8,7 @@ Each run is `octavo train examples/demo.yaml` with a seed, observed every five s
 import argparse
 import statistics
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from demo_seeds import run_demo
@@ -21,10 +22,10 @@ OBSERVED = [
     "trainer.shadow_interval=5",
 ]
 METRICS = {
-    **{f"{area}/log_ratio_std_{name}": "nats" for area in ("noise", "null") for name in ("fp8", "bf16", "fp32")},
+    **{f"{area}/log_ratio_std_{name}": "nats" for area in ("observed", "null") for name in ("fp8", "bf16", "fp32")},
     **{
         f"{area}/{name}": ""
-        for area in ("noise", "null")
+        for area in ("observed", "null")
         for name in ("nmae_probability", "nmae_ratio", "amplification")
     },
     "observed/num_clipped_fp8": "tokens",
@@ -37,6 +38,7 @@ METRICS = {
     "observed/agreement_of_bf16": "share",
     "observed/agreement_of_fp8": "share",
     "observed/low_side_share": "share",
+    "observed/high_entropy_answer_share": "share",
     "answers/high_entropy_share": "share",
     "answers/high_entropy_positive_share": "share",
     "reward/all_right_groups_share": "share",
@@ -53,11 +55,18 @@ def main() -> None:
     """Run every case with every seed; means over observations and seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2, help="seeds 0 .. N - 1")
-    seeds = range(parser.parse_args().seeds)
-    results = Results("observatory", f"python benchmarks/observatory.py --seeds {len(seeds)}")
-    for name, changes in CASES.items():
-        with tempfile.TemporaryDirectory() as scratch:
-            runs = [run_demo([*OBSERVED, *changes], seed, Path(scratch) / str(seed)) for seed in seeds]
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    options = parser.parse_args()
+    results = Results("observatory", f"python benchmarks/observatory.py --seeds {options.seeds} --jobs {options.jobs}")
+    jobs = [(name, seed) for name in CASES for seed in range(options.seeds)]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
+        started = {
+            (name, seed): pool.submit(run_demo, [*OBSERVED, *CASES[name]], seed, Path(scratch) / f"{name}-{seed}")
+            for name, seed in jobs
+        }
+        lines_of = {job: run.result() for job, run in started.items()}
+    for name in CASES:
+        runs = [lines_of[name, seed] for seed in range(options.seeds)]
         case = f"demo/tiny-qwen3/{name}"
         for key, unit in METRICS.items():
             values = [statistics.fmean(found) for lines in runs if (found := observed(lines, key))]

@@ -109,6 +109,8 @@ def read_dump(paths: Sequence[Path]) -> Dump:
         if step != int(step) or not 0 <= step <= LAST_STEP:
             raise ValueError(f"{where}: step is a whole number, at least 0; got {step:g}")
         steps.append(torch.full_like(index[-1], int(step)))
+        if type(known.get("group", "")) not in (str, int, float):
+            raise ValueError(f"{where}: group is a text or a number; got {type(known['group']).__name__}")
         answers.append(
             {"step": int(step), **{name: known[name] for name in ("group",) if name in known}}
             | ({"reward": _number(known["reward"], "reward", where)} if "reward" in known else {})
@@ -215,10 +217,8 @@ def _tokens(known: dict[str, Any], where: str) -> tuple[dict[str, Tensor], Tenso
         wrong &= mask == 1
         if wrong.any():
             place = int(wrong.nonzero()[0, 0])
-            wanted = "at most 0, as log-probabilities are" if name in LOGPROBS else "finite"
-            raise ValueError(
-                f"{where}: {name}[{place}] is {values[place].item():g}; wanted a number {wanted}. Drop the row"
-            )
+            wanted = "finite number" + (", at most 0 as log-probabilities are" if name in LOGPROBS else "")
+            raise ValueError(f"{where}: {name}[{place}] is {values[place].item():g}; wanted a {wanted}. Drop the row")
     return tokens, mask == 1
 
 

@@ -53,7 +53,8 @@ def diagnose_dump(paths: Sequence[Path], clip: ClipConfig) -> Diagnosis:
     """
     dump = read_dump(paths)
     if not len(dump.step):
-        raise ValueError(f"{', '.join(map(str, paths))}: response_mask leaves no token in any of the rows. Correct it")
+        why = "no row has a token in the loss: its lists are empty, or its response_mask is 0"
+        raise ValueError(f"{', '.join(map(str, paths))}: {why}. Correct them")
     steps = sorted({answer["step"] for answer in dump.answers})
     columns = {ALL: dump_metrics(dump, clip)}
     if len(steps) > 1:
@@ -84,10 +85,18 @@ def missing_of(dump: Dump) -> list[str]:
         absent = [name for name in names if name not in dump.columns]
         if absent:
             said.append(f"{what}: no {', no '.join(absent)}")
-    groups = [answer.get("group") for answer in dump.answers if "reward" in answer]
-    if None in groups or len(set(map(str, groups))) == len(groups):
+    if not any(len(rewards) > 1 for rewards in groups_of(dump).values()):
         said.append("groups of equal rewards: no reward and group, or no group of two completions")
     return said
+
+
+def groups_of(dump: Dump) -> dict[str, list[float]]:
+    """Rewards of each prompt's completions in each step."""
+    groups: dict[str, list[float]] = {}
+    for answer in dump.answers:
+        if "group" in answer and "reward" in answer:
+            groups.setdefault(f"{answer['step']}/{answer['group']}", []).append(answer["reward"])
+    return groups
 
 
 def dump_metrics(dump: Dump, clip: ClipConfig) -> Metrics:
@@ -118,12 +127,9 @@ def dump_metrics(dump: Dump, clip: ClipConfig) -> Metrics:
         metrics |= _change(columns, tokens, clip, ("old_logprobs", "logprobs"), STEP)
     if have(*NEEDS["the null line"]):
         metrics |= _change(columns, tokens, clip, ("logprobs", "null_logprobs"), NULL)
-    groups: dict[str, list[float]] = {}
-    for answer in dump.answers:
-        if "group" in answer and "reward" in answer:
-            groups.setdefault(f"{answer['step']}/{answer['group']}", []).append(answer["reward"])
-    if any(len(rewards) > 1 for rewards in groups.values()):
-        parts = [group_metrics(torch.tensor([rewards])) for rewards in groups.values()]
+    groups = groups_of(dump).values()
+    if any(len(rewards) > 1 for rewards in groups):
+        parts = [group_metrics(torch.tensor([rewards])) for rewards in groups]
         metrics |= {key: sum(part[key] for part in parts) / len(parts) for key in parts[0]}
     return metrics
 

@@ -139,9 +139,18 @@ def test_findings_say_what_to_do(tmp_path):
     assert [finding.do for finding in calm] == ["", "", ""] and "to the bit" in calm[0].says
 
 
-def test_masks_that_leave_nothing_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="response_mask leaves no token in any of the rows"):
-        diagnose(tmp_path / "a.jsonl", [{**ONE, "response_mask": [0, 0, 0, 0]}])
+@pytest.mark.parametrize("row", [{**ONE, "response_mask": [0, 0, 0, 0]}, {"old_logprobs": [], "rollout_logprobs": []}])
+def test_rows_without_a_loss_token_are_refused(tmp_path, row):
+    with pytest.raises(ValueError, match="no row has a token in the loss"):
+        diagnose(tmp_path / "a.jsonl", [row])
+
+
+@pytest.mark.parametrize("steps, grouped", [((3, 3), True), ((3, 4), False)])
+def test_a_group_is_of_one_step(tmp_path, steps, grouped):
+    rows = [{**ONE, "group": "a", "reward": 1.0, "step": step} for step in steps]
+    diagnosis = diagnose(tmp_path / "a.jsonl", rows)
+    assert diagnosis.columns[ALL].get("reward/all_right_groups_share") == (1.0 if grouped else None)
+    assert any(said.startswith("groups of equal rewards") for said in diagnosis.missing) is not grouped
 
 
 def snippet(number: int) -> str:
