@@ -97,8 +97,8 @@ def check_outputs(page: Path) -> None:
         raise ValueError(
             f"--output {page} is the page, and its figures go to .json beside it. Give a name ending in .html"
         )
-    for path in (page, page.with_suffix(".json")):
-        check_output(path)
+    check_output(page)
+    check_output(page.with_suffix(".json"))
 
 
 def write(diagnosis: Any, page: Path) -> None:

@@ -90,6 +90,7 @@ def test_the_command_writes_page_and_figures(tmp_path, monkeypatch, capsys):
         (["dump", "nowhere.jsonl"], "octavo: nowhere.jsonl: No such file or directory"),
         (["dump", "nowhere.jsonl", "--output", "x.json"], "octavo: --output x.json is the page"),
         (["dump", "nowhere.jsonl", "--output", "no/folder.html"], "lies in a folder that does not exist"),
+        (["dump", "nowhere.jsonl", "--output", "."], "octavo: --output . is a link, folder or device"),
         (["dump", "nowhere.jsonl", "--clip-low", "2"], "octavo: clip_low is an offset below 1, in [0, 1); got 2.0"),
         (["model", "nowhere", "nothing.txt"], "octavo: nothing.txt: No such file or directory"),
         (["model", "nowhere", "nothing.txt", "--recipe", "x"], "octavo: recipe 'x' does not exist"),

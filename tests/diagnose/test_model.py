@@ -131,3 +131,10 @@ def test_given_completions_and_advantages_are_taken(settings, tmp_path):
 def test_settings_that_cannot_be_are_refused(settings, changes, expected):
     with pytest.raises(ValueError, match=expected):
         replace(settings, **changes)
+
+
+def test_a_prompt_beyond_the_models_positions_is_refused(settings, tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("7" * 250 + "\n(1+1)%10\n")
+    with pytest.raises(ValueError, match=r"long.txt: the longest prompt has 250 tokens, which with 8 more exceed the"):
+        diagnose_model(replace(settings, prompts=path), QUIET)
