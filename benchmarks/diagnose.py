@@ -28,6 +28,8 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--kv-cache", choices=("fp8", "bf16"), default="fp8")
+    parser.add_argument("--dither", action="store_true", help="as octavo diagnose model --dither")
     options = parser.parse_args()
     settings = ModelDiagnosis(
         model=options.model,
@@ -35,12 +37,15 @@ def main() -> None:
         num_prompts=options.num_prompts,
         max_tokens=options.max_tokens,
         lr=options.lr,
+        kv_cache=options.kv_cache,
+        dither=options.dither,
     )
     started = time.process_time()
     diagnosis = diagnose_model(settings, Display())
     seconds = time.process_time() - started
     show(diagnosis)
     size = f"--num-prompts {options.num_prompts} --max-tokens {options.max_tokens} --lr {options.lr:g}"
+    size += f" --kv-cache {options.kv_cache}" + " --dither" * options.dither
     command = f"python benchmarks/diagnose.py {Path(options.model).name} --name {options.name} {size}"
     results = Results(f"diagnose_{options.name}", command)
     case = f"diagnose/{options.name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -39,6 +39,8 @@ def model(
     lr: Annotated[float, typer.Option(help="Learning rate of the step that is compared.")] = 1e-6,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.28,
+    kv_cache: Annotated[Literal["fp8", "bf16"], typer.Option(help="Of the recipes.")] = "fp8",
+    dither: Annotated[bool, typer.Option("--dither", help="Move the weights off FP8 rounding ties.")] = False,
     fp32: Annotated[bool, typer.Option("--fp32", help="Compare with FP32 too.")] = False,
     seed: Annotated[int, typer.Option(help="Of samples and random signs.")] = 0,
     chat_template: Annotated[ChatTemplate, typer.Option(help="auto, always or never.")] = "auto",
@@ -60,6 +62,8 @@ def model(
         temperature=temperature,
         lr=lr,
         clip=ClipConfig(clip_low=clip_low, clip_high=clip_high),
+        kv_cache=kv_cache,
+        dither=dither,
         fp32=fp32,
         seed=seed,
         chat_template=chat_template,

@@ -64,7 +64,8 @@ def findings_of(columns: Mapping[str, Metrics], sides: str) -> list[Finding]:
     """
     found = []
     for name, metrics in columns.items():
-        found += [*_mismatch(sides.format(name=name), metrics), *_noise(name, columns), *_overclip(name, metrics)]
+        found += [*_mismatch(sides.format(name=name), metrics), *_noise(name, columns)]
+        found += [*_ties(name, metrics), *_overclip(name, metrics)]
     counts = [metrics["num_tokens"] for metrics in columns.values() if metrics["num_tokens"] < FEW_TOKENS]
     if counts:
         found.append(Finding(says=f"{counts[0]} loss tokens make rough shares of rare events.", do="Give more tokens."))
@@ -110,6 +111,17 @@ def _noise(name: str, columns: Mapping[str, Metrics]) -> list[Finding]:
     else:
         do = "No recipe here is much quieter: keep more in BF16, as precision.kv_cache=bf16 or precision.keep_bf16"
     return [Finding(says=f"{says}: {_times(fp8, bf16)}, of noise that no update caused.", do=f"{do}.")]
+
+
+def _ties(name: str, metrics: Mapping[str, Any]) -> list[Finding]:
+    """A step that FP8 makes larger than it is, beyond what its noise explains."""
+    fp8, bf16 = metrics.get("observed/log_ratio_std_fp8"), metrics.get("observed/log_ratio_std_bf16")
+    null = metrics.get("null/log_ratio_std_fp8")
+    if fp8 is None or bf16 is None or null is None or fp8 <= LOUD * max(null, bf16):
+        return []
+    says = f"{name}: the step spreads log r by {fp8:.3g} nats, in BF16 by {bf16:.3g}, and a null change by {null:.3g}"
+    do = "Weights of a BF16 checkpoint sit on FP8 rounding ties and move together: model.dither_masters=true"
+    return [Finding(says=f"{says}: FP8 makes the update larger than it is.", do=f"{do}.")]
 
 
 def _overclip(name: str, metrics: Mapping[str, Any]) -> list[Finding]:

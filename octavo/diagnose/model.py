@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from octavo.layers.linear import quantized_layers
 from octavo.models.checkpoint import load_decoder
 from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
-from octavo.numerics.recipe import get_recipe
+from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.batch import MiniBatch, pack
 from octavo.rl.entropy import entropy_metrics
 from octavo.rl.loss_clipped import ppo_clip
@@ -79,6 +79,10 @@ class ModelDiagnosis:
     """Of the optimiser step."""
     clip: ClipConfig = ClipConfig()
     """Bounds that BF16 would use."""
+    kv_cache: Literal["fp8", "bf16"] = "fp8"
+    """Of every recipe but bf16 and fp32; `precision.kv_cache` of a run."""
+    dither: bool = False
+    """Move the masters off FP8 rounding ties, as `model.dither_masters` does."""
     fp32: bool = False
     """Compare with FP32 too."""
     seed: int = 0
@@ -97,9 +101,14 @@ class ModelDiagnosis:
         if not 0.0 < self.lr < float("inf"):
             raise ValueError(f"lr is the learning rate of a step, finite and above 0; got {self.lr}")
         for name in self.recipes:
-            get_recipe(name)
+            self.recipe(name)
         if not set(self.recipes) - {"bf16"}:
             raise ValueError("recipes are compared with bf16: name another, as block128")
+
+    def recipe(self, name: str) -> Recipe:
+        """What a name stands for here."""
+        recipe = get_recipe(name)
+        return recipe if recipe.kv_cache == recipe.high_precision else replace(recipe, kv_cache=self.kv_cache)
 
 
 def diagnose_model(settings: ModelDiagnosis, display: Display) -> Diagnosis:
@@ -122,7 +131,7 @@ def diagnose_model(settings: ModelDiagnosis, display: Display) -> Diagnosis:
     )
     display.line(f"batch: {batch.num_sequences} completions, {batch.num_loss_tokens} loss tokens")
     names = [name for name in dict.fromkeys(settings.recipes) if name != "bf16"]
-    decoders = {"bf16": bf16, **{name: bf16.with_recipe(get_recipe(name)) for name in names}}
+    decoders = {"bf16": bf16, **{name: bf16.with_recipe(settings.recipe(name)) for name in names}}
     if settings.fp32:
         decoders["fp32"] = bf16.with_recipe(get_recipe("fp32"))
     old, null, now = Pass(), Pass(), Pass()
@@ -150,6 +159,8 @@ def diagnose_model(settings: ModelDiagnosis, display: Display) -> Diagnosis:
         f"{batch.num_loss_tokens:,} tokens, temperature {settings.temperature:g}",
         "advantages": "given" if given and rows[0].advantage is not None else "+1 or -1 at random for each completion",
         "step": f"one AdamW step from zero moments in BF16, lr {settings.lr:g}",
+        "keys and values": f"{settings.kv_cache} beside FP8 weights",
+        "masters": "dithered" if settings.dither else "as the checkpoint has them",
         "bounds": f"[{settings.clip.bounds().low:g}, {settings.clip.bounds().high:g}]",
         "device": settings.device,
         "time": f"{time.perf_counter() - started:.0f} s",
@@ -178,7 +189,13 @@ def sampled(
             f"{settings.prompts}: the longest prompt has {longest - settings.max_tokens} tokens, which with "
             f"{settings.max_tokens} more exceed the model's {limit} positions. Shorten it, or lower --max-tokens"
         )
-    bf16 = load_decoder(settings.model, get_recipe("bf16"), max_tokens=longest, device=settings.device)
+    bf16 = load_decoder(
+        settings.model,
+        get_recipe("bf16"),
+        max_tokens=longest,
+        device=settings.device,
+        dither_seed=settings.seed if settings.dither else None,
+    )
     check_vocabulary([*prompts, *answers], bf16.config.vocab_size, settings.model)
     if given:
         if not all(answers):

@@ -138,3 +138,21 @@ def test_a_prompt_beyond_the_models_positions_is_refused(settings, tmp_path):
     path.write_text("7" * 250 + "\n(1+1)%10\n")
     with pytest.raises(ValueError, match=r"long.txt: the longest prompt has 250 tokens, which with 8 more exceed the"):
         diagnose_model(replace(settings, prompts=path), QUIET)
+
+
+def test_keys_and_values_and_masters_are_as_asked(settings, monkeypatch):
+    loaded = []
+
+    def load(*arguments, **changes):
+        loaded.append(load_decoder(*arguments, **changes))
+        return loaded[-1]
+
+    monkeypatch.setattr(module, "load_decoder", load)
+    quick = replace(settings, recipes=("w8a16",), fp32=False, max_tokens=2, kv_cache="bf16", dither=True)
+    assert quick.recipe("w8a16").kv_cache == "bf16" and quick.recipe("fp32") == get_recipe("fp32")
+    assert replace(quick, kv_cache="fp8").recipe("w8a16") == get_recipe("w8a16")
+    rows = module.read_prompts(settings.prompts, 1)
+    for changed in (quick, replace(quick, dither=False)):
+        module.sampled(changed, rows, QUIET)
+    dithered, plain = (decoder.layers[0].down_proj.weight for decoder in loaded)
+    assert not torch.equal(dithered, plain) and torch.equal(dithered.bfloat16(), plain.bfloat16())

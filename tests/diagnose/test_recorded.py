@@ -12,6 +12,7 @@ import pytest
 import torch
 from peer_functions import PEERS
 
+from octavo.diagnose.diagnosis import findings_of
 from octavo.diagnose.recorded import ALL, NEEDS, diagnose_dump
 from octavo.rl.losses import ClipConfig
 from octavo.rl.observatory import LogprobPair, ObservedTokens, ratio_metrics
@@ -137,6 +138,14 @@ def test_findings_say_what_to_do(tmp_path):
     assert any("w8a16" in do for do in loud) and any("less noise" in do or "Calibrate" in do for do in loud)
     calm = diagnose(tmp_path / "b.jsonl", full_rows(200, noise=0.01)).findings
     assert [finding.do for finding in calm] == ["", "", ""] and "to the bit" in calm[0].says
+
+
+@pytest.mark.parametrize("step, null, said", [(0.5, 0.24, True), (0.5, 0.26, False), (0.15, 0.01, False)])
+def test_a_step_that_fp8_makes_larger_is_said(step, null, said):
+    metrics = {"num_tokens": 5000, "observed/log_ratio_std_fp8": step, "observed/log_ratio_std_bf16": 0.1}
+    metrics |= {"null/log_ratio_std_fp8": null, "null/log_ratio_std_bf16": null}
+    found = [finding for finding in findings_of({"block128": metrics}, "") if "larger than it is" in finding.says]
+    assert bool(found) is said and all("dither_masters" in finding.do for finding in found)
 
 
 @pytest.mark.parametrize("row", [{**ONE, "response_mask": [0, 0, 0, 0]}, {"old_logprobs": [], "rollout_logprobs": []}])
