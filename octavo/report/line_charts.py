@@ -57,6 +57,13 @@ INFORMATIVE = Lines(
     unit="share",
     keys={"informative": "reward/informative_groups_share"},
 )
+EQUAL_GROUPS = Lines(
+    title="Groups of equal rewards",
+    caption="Share of prompts whose completions are all right, or all wrong.",
+    unit="share",
+    keys={"all right": "reward/all_right_groups_share", "all wrong": "reward/all_wrong_groups_share"},
+    absent=OLDER,
+)
 ENTROPY = Lines(
     title="Entropy",
     caption="Entropy of the next-token distribution on the last mini-batch, in nats: mean and percentiles over tokens.",
@@ -90,24 +97,26 @@ TRUNCATED = Lines(
 OVERCLIP_LOW = Lines(
     title="Over-clipping, low side",
     caption="Of tokens with a negative advantage, the share at or below the plain bound 1 - clip_low: "
-    "by the FP8 ratio, by the BF16 shadow's, and by FP8 alone (over-clipped).",
+    "by the FP8 ratio, by the BF16 shadow's, by FP8 alone (over-clipped), and by FP8 after a null change.",
     unit="share",
     keys={
         "over-clipped": "overclip/low_share",
         "FP8 clipped": "overclip/clip_low_share_fp8",
         "BF16 clipped": "overclip/clip_low_share_bf16",
+        "FP8 clipped, null": "null/clip_low_share_fp8",
     },
     absent=SHADOW_OFF,
 )
 OVERCLIP_HIGH = Lines(
     title="Over-clipping, high side",
     caption="Of tokens with a positive advantage, the share at or above the plain bound 1 + clip_high: "
-    "by the FP8 ratio, by the BF16 shadow's, and by FP8 alone (over-clipped).",
+    "by the FP8 ratio, by the BF16 shadow's, by FP8 alone (over-clipped), and by FP8 after a null change.",
     unit="share",
     keys={
         "over-clipped": "overclip/high_share",
         "FP8 clipped": "overclip/clip_high_share_fp8",
         "BF16 clipped": "overclip/clip_high_share_bf16",
+        "FP8 clipped, null": "null/clip_high_share_fp8",
     },
     absent=SHADOW_OFF,
 )

@@ -17,6 +17,7 @@ from octavo.rl.loss_clipped import BAPO, M2PO, PPOClip
 from octavo.rl.loss_likelihood import CISPO, DPPOKL, DPPOTV, Reinforce
 from octavo.rl.loss_sequence import GSPO, GSPOToken
 from octavo.rl.losses import ClipBounds, ClipConfig, KLConfig, Reduction
+from octavo.rl.observatory import ObservatoryConfig
 from octavo.rl.overlong import OverlongConfig
 from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
@@ -305,6 +306,8 @@ class TrainConfig:
     """Of PPO, which algorithm.advantage.type=gae makes it."""
     watch: WatchConfig | None = field(default_factory=WatchConfig)
     """Early warning of a collapse, and what it leads to; null watches nothing."""
+    observatory: ObservatoryConfig = field(default_factory=ObservatoryConfig)
+    """What is measured of the ratio's noise, and how often; changes no training number."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -22,6 +22,7 @@ from octavo.rl.mismatch import mismatch_by_position, mismatch_metrics
 from octavo.rl.policy_loss import chosen_bounds, dropped_tokens, fixed_bounds, policy_losses
 from octavo.trainer.critic import CriticLearner, judge_tokens, learn_values, warms_up
 from octavo.trainer.divergence import Diverged, StepRecord
+from octavo.trainer.observe import observe, observe_old
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import gathered_weights, packed_logprobs, weights_of
 from octavo.trainer.progress import Progress
@@ -81,6 +82,11 @@ def train_step(
         with clock.phase("shadow"):
             mini_batches[-1] = annotate_shadow(run, progress, mini_batches[-1], step)  # BF16 shadow, old
 
+    observed = None
+    if config.observatory.due(step):
+        with clock.phase("observatory"):
+            observed = observe_old(run, mini_batches[-1])  # other numerics, old
+
     with run.display.bar("update", sum(len(batch.microbatches) for batch in mini_batches)) as advance:
         for index, mini_batch in enumerate(mini_batches):
             record.mini_batch_index, record.mini_batch = index, mini_batch
@@ -89,6 +95,9 @@ def train_step(
             if measures and mini_batch is mini_batches[-1]:
                 with clock.phase("shadow"):
                     metrics |= measure_shadow(run, mini_batch, logprobs, progress, step)  # before its update
+            if observed is not None and mini_batch is mini_batches[-1]:
+                with clock.phase("observatory"):
+                    metrics |= observe(run, mini_batch, logprobs, observed)
             with clock.phase("update"):
                 learned |= optimizer.skip() if warms_up(config, step) else optimizer.step()
                 for decoder in run.decoders:

@@ -12,6 +12,7 @@ from octavo.rl.advantages import estimate_advantages
 from octavo.rl.batch import MiniBatch, pack
 from octavo.rl.dynamic_sampling import informative, num_to_draw, sampling_metrics
 from octavo.rl.gae import GAEConfig
+from octavo.rl.observatory import group_metrics
 from octavo.rl.overlong import overlong_penalty
 from octavo.rollout.engine import Completion
 from octavo.rollout.sampler import NonFiniteLogits
@@ -170,6 +171,7 @@ def rollout_metrics(config: TrainConfig, groups: Groups) -> dict[str, float]:
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
         "reward/informative_groups_share": informative(shaped_rewards(config, groups)).float().mean().item(),
+        **group_metrics(rewards),
         "completion/length_mean": lengths.mean().item(),
         "completion/length_p90": lengths.quantile(0.9).item(),
         "completion/length_max": lengths.max().item(),
