@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from octavo.tasks.answers import extract_answer, math_equal
 from octavo.tasks.problem import Problem, Task
+from octavo.tasks.verdict import Verdict, judged
 
 INSTRUCTION = "\nReason step by step, and put the final answer, a number, in \\boxed{} or after ####."
 
@@ -35,7 +36,7 @@ class GSM8KConfig:
     system_prompt: str | None = None
     """System message for a chat model; None sends none."""
     instruction: str = INSTRUCTION
-    """Appended to each problem; the score reads the last box, else the last ####, else the last number."""
+    """Appended to each problem; the check reads the last box, else the last ####, else the last number."""
 
     def __post_init__(self) -> None:
         for name in ("num_train", "num_test"):
@@ -57,16 +58,16 @@ class GSM8KConfig:
             source=str(folder) if folder.is_dir() else f"the hub's {self.path}",
             train=_problems(splits["train"], f"{self.path} train")[: self.num_train],
             test=_problems(splits["test"], f"{self.path} test")[: self.num_test],
-            score=score_gsm8k,
+            check=check_gsm8k,
             system_prompt=self.system_prompt,
             instruction=self.instruction,
         )
 
 
-def score_gsm8k(problem: Problem, completion_text: str) -> float:
-    """1.0 if the final answer of the completion equals the reference, else 0.0."""
+def check_gsm8k(problem: Problem, completion_text: str) -> Verdict:
+    """Correct if the final answer of the completion equals the reference."""
     answer = extract_answer(completion_text)
-    return float(answer is not None and math_equal(answer, problem.answer))
+    return Verdict("unparsable", 0.0, "no answer") if answer is None else judged(math_equal(answer, problem.answer))
 
 
 def _read_jsonl(folder: Path, split: str) -> list[dict]:

@@ -1,7 +1,9 @@
-"""The two nouns every task shares: a problem, and a task that holds problems and scores completions."""
+"""The two nouns every task shares: a problem, and a task that holds problems and checks completions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from octavo.tasks.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,12 +15,18 @@ class Problem:
     text: str
     """What the policy is shown, before the task's instruction and the chat template."""
     answer: str
-    """The reference answer, as text; only the task's `score` reads it."""
+    """The reference answer, as text; only the task's `check` reads it. Several, with commas between or in a set, are
+    all required, in any order."""
+    task: str = ""
+    """Name of the data set it came from, for statistics by task; "" counts as the task's own name."""
+    tests: tuple[str, ...] = ()
+    """Of a programming problem: test programs, each run after the program in the completion; all must end without an
+    exception."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Problems to train on, problems to be measured on, and the score of a completion."""
+    """Problems to train on, problems to be measured on, and the check of a completion."""
 
     name: str
     """Short name for logs, e.g. "gsm8k"."""
@@ -26,8 +34,9 @@ class Task:
     """Problems that rollouts may use."""
     test: Sequence[Problem]
     """Held-out problems; none of them is in `train`."""
-    score: Callable[[Problem, str], float]
-    """(problem, completion text) -> reward, 1.0 for a right answer and 0.0 for any other."""
+    check: Callable[[Problem, str], Verdict]
+    """(problem, completion text) -> verdict. Runs in a worker process: a function of a module, or an instance of its
+    frozen dataclass with __call__."""
     source: str = "a generator"
     """Where the problems came from, as the run says when it starts."""
     system_prompt: str | None = None

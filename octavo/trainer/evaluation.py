@@ -85,7 +85,7 @@ def sample_problems(
         keep: called with the rows of each part of the problems, as many as the engine runs at once.
 
     Returns:
-        A row a completion: id, prompt, completion, answer, reward, finish_reason, num_tokens.
+        A row a completion: id, prompt, completion, answer, outcome, reward, finish_reason, num_tokens.
 
     Raises:
         Diverged: a logit is not finite.
@@ -113,7 +113,8 @@ def sample_problems(
                         "prompt": run.task.prompt_text(encoded.problem),
                         "completion": (text := run.decode(completion.tokens)),
                         "answer": encoded.problem.answer,
-                        "reward": run.task.score(encoded.problem, text),
+                        "outcome": (verdict := run.task.check(encoded.problem, text)).outcome,
+                        "reward": verdict.reward,
                         "finish_reason": completion.finish_reason,
                         "num_tokens": len(completion.tokens),
                     }

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from octavo.tasks.answers import parse_number
-from octavo.tasks.gsm8k import GSM8KConfig, score_gsm8k
+from octavo.tasks.gsm8k import GSM8KConfig, check_gsm8k
 from octavo.tasks.problem import Problem
 
 ROWS = [
@@ -26,7 +26,7 @@ def test_original_rows(tmp_path):
     task = GSM8KConfig(path=path).build()
     assert [problem.answer for problem in task.train] == ["2", "70,000"]
     assert task.test[0].text == "What is 1 + 1?"
-    assert task.score(task.train[1], "so \\boxed{70000}") == 1.0
+    assert task.check(task.train[1], "so \\boxed{70000}").reward == 1.0
     assert len({problem.id for problem in (*task.train, *task.test)}) == 3
     assert "\\boxed{}" in task.prompt_text(task.test[0]) and task.prompt_text(task.test[0]).startswith("What is 1 + 1?")
 
@@ -45,32 +45,33 @@ def test_the_real_files(data_dir):
     assert all(parse_number(problem.answer) is not None for problem in (*task.train, *task.test))
     assert not {problem.text for problem in task.train} & {problem.text for problem in task.test}
     assert task.train[0].answer == "72" and task.train[0].text.startswith("Natalia sold clips")
-    assert all(task.score(problem, f"It is\n#### {problem.answer}") == 1.0 for problem in task.test)
+    assert all(task.check(problem, f"It is\n#### {problem.answer}").outcome == "correct" for problem in task.test)
 
 
 @pytest.mark.parametrize(
-    "completion, reward",
+    "completion, outcome",
     [
-        ("48/2 = 24, 24+48 = 72. #### 72", 1.0),
-        ("The answer is $72.00.", 1.0),
-        ("\\boxed{\\$72}", 1.0),
-        ("#### 72 clips", 1.0),
-        ("\\boxed{\\frac{144}{2}}", 1.0),
-        ("She sold 72 clips, so \\boxed{96}", 0.0),  # right in the middle, wrong at the end
-        ("72? No, the total is 73.", 0.0),
-        ("#### 72 or 73", 0.0),
-        ("#### 71 72", 0.0),
-        ("#### 72/3", 0.0),
-        ("\\boxed{70, 71, 72}", 0.0),
-        ("#### -72", 0.0),
-        ("#### 720", 0.0),
-        ("72 ####", 0.0),
-        ("####", 0.0),
-        ("", 0.0),
+        ("48/2 = 24, 24+48 = 72. #### 72", "correct"),
+        ("The answer is $72.00.", "correct"),
+        ("\\boxed{\\$72}", "correct"),
+        ("#### 72 clips", "correct"),
+        ("\\boxed{\\frac{144}{2}}", "correct"),
+        ("She sold 72 clips, so \\boxed{96}", "wrong"),  # right in the middle, wrong at the end
+        ("72? No, the total is 73.", "wrong"),
+        ("#### 72 or 73", "wrong"),
+        ("#### 71 72", "wrong"),
+        ("#### 72/3", "wrong"),
+        ("\\boxed{70, 71, 72}", "wrong"),
+        ("#### -72", "wrong"),
+        ("#### 720", "wrong"),
+        ("72 ####", "unparsable"),
+        ("####", "unparsable"),
+        ("", "unparsable"),
     ],
 )
-def test_score(completion, reward):
-    assert score_gsm8k(Problem(id="0", text="?", answer="72"), completion) == reward
+def test_check(completion, outcome):
+    verdict = check_gsm8k(Problem(id="0", text="?", answer="72"), completion)
+    assert (verdict.outcome, verdict.reward) == (outcome, float(outcome == "correct"))
 
 
 def test_building_a_config_reads_nothing():
@@ -133,4 +134,4 @@ def test_a_number_as_the_answer_is_read_in_plain_digits(answer, text, tmp_path):
     path = write_folder(tmp_path, [{"problem": "?", "answer": answer}], ROWS)
     task = GSM8KConfig(path=path).build()
     assert task.train[0].answer == text
-    assert task.score(task.train[0], f"#### {text}") == 1.0
+    assert task.check(task.train[0], f"#### {text}").outcome == "correct"
