@@ -73,6 +73,8 @@ def sections(
         for inner in section_classes(types[field.name]):
             inner_path, inner_doc = join(path, field.name), docs.get(field.name, "")
             yield from sections(inner, inner_path, section.default_of(field), inner_doc)
+        for item in item_classes(types[field.name]):
+            yield Section(path=f"{join(path, field.name)}[]", config_class=item, default=dataclasses.MISSING, doc="")
 
 
 def reference() -> str:
@@ -122,6 +124,12 @@ def section_classes(kind: Any) -> tuple[type, ...]:
     return tuple(member for member in members if isinstance(member, type) and dataclasses.is_dataclass(member))
 
 
+def item_classes(kind: Any) -> tuple[type, ...]:
+    """The dataclasses that the items of a list may be, but for tasks, which have sections of their own."""
+    items = section_classes(get_args(kind)[0]) if get_origin(kind) is tuple else ()
+    return tuple(item for item in items if not hasattr(item, "type_name"))
+
+
 def type_text(kind: Any) -> str:
     """An annotation in words."""
     args = get_args(kind)
@@ -131,7 +139,7 @@ def type_text(kind: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in args)
     if get_origin(kind) is tuple:
         return f"list of {type_text(args[0])}" if Ellipsis in args else f"[{', '.join(map(type_text, args))}]"
-    return TYPE_NAMES[kind]
+    return "section" if dataclasses.is_dataclass(kind) else TYPE_NAMES[kind]
 
 
 def default_text(value: Any) -> str:

@@ -1,0 +1,132 @@
+"""The problems of a run as prompts: read, compared with those that are evaluated, encoded, left out where too long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.tasks.order import ProblemOrder
+from octavo.tasks.overlap import split_overlap
+from octavo.tasks.problem import Problem, Task
+from octavo.tasks.prompts import encode_messages, keep_within_limit
+from octavo.trainer.config import TrainConfig
+from octavo.trainer.metrics import Display
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedProblem:
+    """A problem and its prompt as token ids."""
+
+    problem: Problem
+    prompt: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """Problems that are evaluated together."""
+
+    name: str
+    """Of the data set."""
+    task: Task
+    """How they are shown and checked."""
+    problems: Sequence[EncodedProblem]
+    """Those whose prompts are short enough."""
+
+
+def load_problems(
+    config: TrainConfig, tokenizer: Any, display: Display
+) -> tuple[Task, list[EncodedProblem], list[Benchmark]]:
+    """The task, its training problems, and the sets that are evaluated; says what was left out and why.
+
+    Raises:
+        ValueError: something cannot be read, or nothing is left of a set.
+    """
+    task = config.task.build()
+    sets = [each.build_benchmark() for each in config.evaluation.sets] or [part for part in task.parts or [task]]
+    twice = [name for name, count in Counter(each.name for each in sets).items() if count > 1]
+    if twice:
+        raise ValueError(f"evaluation.sets has {twice[0]!r} twice. Set `name` in one of them")
+    for note in dict.fromkeys([*task.notes, *(note for each in sets for note in each.notes)]):
+        display.line(f"warning: {note}")
+    train = without_overlap(config, task.train, [problem for each in sets for problem in each.test], display)
+    train_problems = encode_problems(config, tokenizer, task, train, f"{task.name} training", display)
+    benchmarks = [
+        Benchmark(
+            name=each.name,
+            task=each,
+            problems=encode_problems(config, tokenizer, each, each.test, f"{each.name} test", display),
+        )
+        for each in sets
+        if each.test
+    ]
+    num_test = sum(len(benchmark.problems) for benchmark in benchmarks)
+    display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {num_test} test")
+    for benchmark in benchmarks if config.evaluation.sets else ():
+        display.line(f"evaluated: {benchmark.name} from {benchmark.task.source}, {len(benchmark.problems)} problems")
+    return task, train_problems, benchmarks
+
+
+def without_overlap(
+    config: TrainConfig, train: Sequence[Problem], test: Sequence[Problem], display: Display
+) -> Sequence[Problem]:
+    """The training problems, without those that are evaluated too if the config says so; warns of them otherwise."""
+    in_train, in_test = split_overlap(train, test)
+    if not in_train:
+        return train
+    counts = Counter(problem.task for problem in in_test)
+    sets = ", ".join(f"{count} of {name}" for name, count in counts.items())
+    some = ", ".join(problem.id for problem in in_test[:3])
+    if not config.evaluation.drop_overlap:
+        display.line(
+            f"warning: {sum(counts.values())} evaluation problems ({sets}; such as {some}) are training problems too; "
+            f"evaluation.drop_overlap=true leaves them out of training"
+        )
+        return train
+    left_out = {id(problem) for problem in in_train}
+    kept = [problem for problem in train if id(problem) not in left_out]
+    display.line(f"left out {len(in_train)} of {len(train)} training problems: they are evaluated too ({sets})")
+    if not kept:
+        raise ValueError("every training problem is evaluated too, and evaluation.drop_overlap=true leaves none")
+    return kept
+
+
+def encode_problems(
+    config: TrainConfig, tokenizer: Any, task: Task, problems: Sequence[Problem], what: str, display: Display
+) -> list[EncodedProblem]:
+    """Problems with their prompts, without those that are too long; says how many those are."""
+    if not problems:
+        return []
+    model, limit = config.model, config.rollout.max_prompt_tokens
+    encoded = [
+        EncodedProblem(
+            problem=problem,
+            prompt=encode_messages(tokenizer, task.messages(problem), model.chat_template, model.enable_thinking),
+        )
+        for problem in problems
+    ]
+    kept, num_long = keep_within_limit(encoded, limit)
+    if num_long:
+        display.line(
+            f"left out {num_long} of {len(problems)} {what} problems: their prompts exceed "
+            f"rollout.max_prompt_tokens={limit}"
+        )
+    return kept
+
+
+def problem_order(task: Task, problems: Sequence[EncodedProblem], seed: int) -> ProblemOrder:
+    """The order of training problems, by the weights of a mixture.
+
+    Raises:
+        ValueError: there are none, or none of a part.
+    """
+    if not problems:
+        raise ValueError(f"task {task.name!r} has no training problems. Name a training split, or another task")
+    if not task.weights:
+        return ProblemOrder([len(problems)], (), seed)
+    counts = Counter(encoded.problem.task for encoded in problems)
+    for part in task.parts:
+        if not counts[part.name]:
+            raise ValueError(f"no training problem of part {part.name!r} of the mixture is left. Leave the part out")
+    return ProblemOrder([counts[part.name] for part in task.parts], task.weights, seed)
