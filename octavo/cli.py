@@ -131,28 +131,15 @@ def evaluate(
         typer.Option(metavar="RECIPE", help="Measure under this recipe too, as bf16, and print the paired difference."),
     ] = None,
 ) -> None:
-    """Measure a model on the task's held-out problems, or on evaluation.sets, under the config's precision flow.
-
-    Prints JSON; on the error channel a table.
-    """
-    from rich.console import Console
-
-    from octavo.numerics.recipe import get_recipe
+    """Measure a model on the task's held-out problems, or on evaluation.sets; prints JSON, and a table on stderr."""
     from octavo.trainer.config import TrainConfig
     from octavo.trainer.config_file import load_config
-    from octavo.trainer.evaluation import measure
-    from octavo.trainer.evaluation_result import to_metrics, to_table
-    from octavo.trainer.metrics import Display
-    from octavo.trainer.run import load_run
+    from octavo.trainer.evaluation import run_evaluation
 
     settings = load_config(TrainConfig, config, overrides or [])
     if output is not None:
         check_output(output)
-    other = None if compare is None else get_recipe(compare)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    results = measure(load_run(settings, Display(console)), output, other)
-    console.print(to_table(results))
-    print(json.dumps(to_metrics(results)))
+    print(json.dumps(run_evaluation(settings, output, compare)))
 
 
 @app.command(

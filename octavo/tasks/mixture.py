@@ -19,7 +19,7 @@ class PartConfig:
     weight: float = 1.0
     """Its share of the prompts, relative to the other weights. Above 0."""
     task: DatasetConfig | GSM8KConfig | ArithmeticConfig | ReasoningGymConfig
-    """Any task but a mixture."""
+    """A section like `task` itself, but no mixture."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.weight < math.inf:

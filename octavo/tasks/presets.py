@@ -244,7 +244,7 @@ PRESETS: dict[str, Preset] = {
         train="train",
         test="test",
         read=_math,
-        max_bad_rows=1,
+        max_bad_rows=2,
         licence="MIT",
     ),
     "math500": Preset(folder="math500", hub="HuggingFaceH4/MATH-500", test="test", licence="MIT"),
@@ -263,7 +263,7 @@ PRESETS: dict[str, Preset] = {
         max_bad_rows=6,
         licence="MIT",
     ),
-    "deepscaler_math": Preset(folder="deepscaler_math", train="train", max_bad_rows=1, licence="MIT"),
+    "deepscaler_math": Preset(folder="deepscaler_math", train="train", max_bad_rows=2, licence="MIT"),
     "deepscaler_sub": Preset(folder="deepscaler_sub", train="train", max_bad_rows=1, licence="MIT"),
     "dapo_math_17k": Preset(
         folder="dapo_math_17k",

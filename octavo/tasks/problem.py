@@ -83,7 +83,7 @@ class Task:
         """The conversation up to the completion: system message, examples, problem."""
         owner = self.part_of(problem)
         messages = [] if owner.system_prompt is None else [{"role": "system", "content": owner.system_prompt}]
-        key = same_problem_key(problem)
+        key = same_problem_key(problem) if owner.examples else ""
         others = [example for example in owner.examples if same_problem_key(example.problem) != key]
         for example in others[: owner.num_examples]:
             messages.append({"role": "user", "content": self.prompt_text(example.problem)})

@@ -117,7 +117,8 @@ def _file_rows(file: Path) -> Rows:
             return
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as data:
             if file.suffix == ".csv":
-                yield from _csv_rows(file, io.TextIOWrapper(data, encoding="utf-8-sig", newline=""))
+                with io.TextIOWrapper(data, encoding="utf-8-sig", newline="") as text:
+                    yield from _csv_rows(file, text)
             elif file.suffix == ".json":
                 yield from _json_rows(file, data.read())
             else:

@@ -53,12 +53,12 @@ class Section:
         return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
     def keys(self) -> list[tuple[str, Any, Any, str]]:
-        """(dotted key, type, default, text) of every key that is no section itself."""
+        """(dotted key, type, default, text) of every key that is no section with a heading of its own."""
         types, docs = get_type_hints(self.config_class), field_docs(self.config_class)
         return [
             (join(self.path, field.name), types[field.name], self.default_of(field), docs.get(field.name, ""))
             for field in dataclasses.fields(self.config_class)
-            if not section_classes(types[field.name])
+            if self.path.endswith("[]") or not section_classes(types[field.name])
         ]
 
 
@@ -134,7 +134,7 @@ def type_text(kind: Any) -> str:
     """An annotation in words."""
     args = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join("null" if member is NoneType else type_text(member) for member in args)
+        return " or ".join(dict.fromkeys("null" if member is NoneType else type_text(member) for member in args))
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in args)
     if get_origin(kind) is tuple:

@@ -39,7 +39,7 @@ def share(values: Sequence[float]) -> Estimate:
     worth = max(count, mean * (1.0 - mean) / spread) if spread > 0.0 else count
     centre = (mean + Z**2 / (2 * worth)) / (1 + Z**2 / worth)
     half = Z / (1 + Z**2 / worth) * math.sqrt(mean * (1.0 - mean) / worth + Z**2 / (4 * worth**2))
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+    return Estimate(mean, min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half)))  # rounding aside
 
 
 def stderr(values: Sequence[float]) -> float:

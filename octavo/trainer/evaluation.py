@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.numerics.recipe import Recipe
+from rich.console import Console
+
+from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import NonFiniteLogits
+from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import differences, to_dict
 from octavo.trainer.divergence import Diverged
-from octavo.trainer.evaluation_result import DEPLOYED, Result, result_of, to_metrics
+from octavo.trainer.evaluation_result import DEPLOYED, Result, result_of, to_lines, to_metrics
+from octavo.trainer.metrics import Display
 from octavo.trainer.output import JsonLines
 from octavo.trainer.problems import Benchmark, EncodedProblem
 from octavo.trainer.progress import RolloutState, weights_fingerprint
-from octavo.trainer.run import EVALUATION, Run, model_fingerprint, problems_fingerprint
+from octavo.trainer.run import EVALUATION, Run, load_run, model_fingerprint, problems_fingerprint
 
 DEPENDS_ON = ("seed", "device", "model", "precision", "task", "rollout", "evaluation")
 """Sections and keys of the config that a completion of the evaluation depends on."""
@@ -52,8 +56,18 @@ def evaluate(run: Run) -> dict[str, float]:
     return to_metrics(measure(run))
 
 
+def run_evaluation(config: TrainConfig, output: Path | None, compare: str | None) -> dict[str, float]:
+    """All of `octavo evaluate`: see `measure`; shows the table on the error channel."""
+    other = None if compare is None else get_recipe(compare)
+    display = Display(Console(stderr=True, highlight=False, soft_wrap=True))
+    results = measure(load_run(config, display), output, other)
+    for line in to_lines(results):
+        display.line(line)
+    return to_metrics(results)
+
+
 def measure(run: Run, output: Path | None = None, compare: Recipe | None = None) -> list[Result]:
-    """As `evaluate`, for `octavo evaluate`.
+    """As `evaluate`, with what else `octavo evaluate` can do.
 
     Args:
         run: policy, engine, task.
@@ -72,7 +86,8 @@ def measure(run: Run, output: Path | None = None, compare: Recipe | None = None)
     size, results = run.config.evaluation.completions_per_problem, []
     for job in jobs:
         mine, rows = rows[: len(job.problems) * size], rows[len(job.problems) * size :]
-        results.append(result_of(job.precision, job.benchmark.name, mine, size))
+        benchmark = job.benchmark
+        results.append(result_of(job.precision, benchmark.name, mine, size, benchmark.num_left_out))
     return results
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from rich.table import Table
-
 from octavo.tasks.verdict import Outcome
 from octavo.trainer import estimates
 from octavo.trainer.estimates import Estimate
@@ -36,6 +34,8 @@ class Result:
     """In tokens."""
     truncated_share: float
     """Of completions that were cut off."""
+    num_left_out: int
+    """Problems of the benchmark that were not asked, because their prompts are too long."""
 
     @property
     def accuracy(self) -> Estimate:
@@ -43,7 +43,9 @@ class Result:
         return estimates.share(self.per_problem)
 
 
-def result_of(precision: str, benchmark: str, rows: Sequence[dict[str, Any]], size: int) -> Result:
+def result_of(
+    precision: str, benchmark: str, rows: Sequence[dict[str, Any]], size: int, num_left_out: int = 0
+) -> Result:
     """What the rows of one benchmark say, `size` of each problem."""
     right = [sum(row["outcome"] == "correct" for row in rows[i : i + size]) for i in range(0, len(rows), size)]
     ks = sorted({2**power for power in range(1, size.bit_length())} | {size}) if size > 1 else []
@@ -56,6 +58,7 @@ def result_of(precision: str, benchmark: str, rows: Sequence[dict[str, Any]], si
         outcomes={outcome: sum(row["outcome"] == outcome for row in rows) for outcome in OUTCOMES},
         length_mean=sum(row["num_tokens"] for row in rows) / len(rows),
         truncated_share=sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+        num_left_out=num_left_out,
     )
 
 
@@ -110,38 +113,42 @@ def _summary(prefix: str, results: Sequence[Result]) -> dict[str, float]:
         metrics |= _with_interval(f"{prefix}/pass_at_{k}", estimates.mean_of([r.pass_at[k] for r in results]))
     metrics |= {f"{prefix}/{name}": total / sum(num_completions) for name, total in means.items()}
     metrics |= {f"{prefix}/num_{name}": float(sum(r.outcomes[name] for r in results)) for name in OUTCOMES}
-    return {**metrics, f"{prefix}/num_problems": float(sum(len(result.per_problem) for result in results))}
+    metrics[f"{prefix}/num_problems"] = float(sum(len(result.per_problem) for result in results))
+    metrics[f"{prefix}/num_left_out"] = float(sum(result.num_left_out for result in results))
+    return metrics
 
 
 def _with_interval(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
-def to_table(results: Sequence[Result]) -> Table:
-    """For a terminal: a row for each benchmark and precision, and one for their difference."""
-    table = Table(title="95 % intervals over problems", title_justify="left")
-    size = results[0].num_completions
-    for heading in ("set", "precision", "problems", f"avg@{size}", *(f"pass@{k}" for k in results[0].pass_at)):
-        table.add_column(heading, justify="left" if heading in ("set", "precision") else "right")
-    for outcome in OUTCOMES:
-        table.add_column(outcome, justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column("cut off", justify="right")
-    for result in sorted(results, key=lambda result: [r.benchmark for r in results].index(result.benchmark)):
-        table.add_row(
-            result.benchmark,
-            "as configured" if result.precision == DEPLOYED else result.precision,
-            str(len(result.per_problem)),
-            *(_percent(estimate) for estimate in (result.accuracy, *result.pass_at.values())),
-            *(str(result.outcomes[outcome]) for outcome in OUTCOMES),
-            f"{result.length_mean:.0f}",
-            f"{result.truncated_share:.1%}",
-        )
-    for benchmark, difference in paired_differences(results).items():
-        table.add_row(benchmark, "difference", "", _percent(difference, "+"))
-    return table
+def to_lines(results: Sequence[Result]) -> list[str]:
+    """For a terminal: a line for each benchmark and precision, and one for their difference; in per cent."""
+    differences = paired_differences(results)
+    rows: list[tuple[str, ...]] = []
+    for benchmark in dict.fromkeys(result.benchmark for result in results):
+        for result in (result for result in results if result.benchmark == benchmark):
+            counts = [f"{count} {outcome}" for outcome, count in result.outcomes.items() if count]
+            counts += [f"{result.truncated_share:.1%} cut off"] if result.truncated_share else []
+            shares = {f"avg@{result.num_completions}": result.accuracy}
+            shares |= {f"pass@{k}": estimate for k, estimate in list(result.pass_at.items())[-1:]}
+            rows.append(
+                (
+                    benchmark,
+                    "as configured" if result.precision == DEPLOYED else result.precision,
+                    *(f"{name} {_percent(estimate)}" for name, estimate in shares.items()),
+                    f"{len(result.per_problem)} problems: {', '.join(counts)}",
+                )
+            )
+        if benchmark in differences:
+            rows.append(
+                (benchmark, "difference", f"avg@{results[0].num_completions} {_percent(differences[benchmark], '+')}")
+            )
+    widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
+    return ["per cent, with 95 % intervals over problems:", *lines]
 
 
 def _percent(estimate: Estimate, sign: str = "") -> str:
-    numbers = (format(100 * value, f"{sign}.1f") for value in (estimate.value, estimate.low, estimate.high))
+    numbers = (format(100 * number, f"{sign}.1f") for number in (estimate.value, estimate.low, estimate.high))
     return "{} [{}, {}]".format(*numbers)

@@ -33,6 +33,8 @@ class Benchmark:
     """How they are shown and checked."""
     problems: Sequence[EncodedProblem]
     """Those whose prompts are short enough."""
+    num_left_out: int
+    """The others."""
 
 
 def load_problems(
@@ -44,23 +46,17 @@ def load_problems(
         ValueError: something cannot be read, or nothing is left of a set.
     """
     task = config.task.build()
-    sets = [each.build_benchmark() for each in config.evaluation.sets] or [part for part in task.parts or [task]]
-    twice = [name for name, count in Counter(each.name for each in sets).items() if count > 1]
-    if twice:
-        raise ValueError(f"evaluation.sets has {twice[0]!r} twice. Set `name` in one of them")
+    sets = evaluated_tasks(config, task)
     for note in dict.fromkeys([*task.notes, *(note for each in sets for note in each.notes)]):
         display.line(f"warning: {note}")
     train = without_overlap(config, task.train, [problem for each in sets for problem in each.test], display)
     train_problems = encode_problems(config, tokenizer, task, train, f"{task.name} training", display)
-    benchmarks = [
-        Benchmark(
-            name=each.name,
-            task=each,
-            problems=encode_problems(config, tokenizer, each, each.test, f"{each.name} test", display),
-        )
-        for each in sets
-        if each.test
-    ]
+    benchmarks = []
+    for each in sets:
+        if each.test:
+            problems = encode_problems(config, tokenizer, each, each.test, f"{each.name} test", display)
+            num_left_out = len(each.test) - len(problems)
+            benchmarks.append(Benchmark(name=each.name, task=each, problems=problems, num_left_out=num_left_out))
     num_test = sum(len(benchmark.problems) for benchmark in benchmarks)
     display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {num_test} test")
     for benchmark in benchmarks if config.evaluation.sets else ():
@@ -68,28 +64,43 @@ def load_problems(
     return task, train_problems, benchmarks
 
 
+def evaluated_tasks(config: TrainConfig, task: Task) -> list[Task]:
+    """The tasks whose test problems are evaluated, each a set of its own.
+
+    Raises:
+        ValueError: one cannot be read, or two have one name.
+    """
+    built = [each.build_benchmark() for each in config.evaluation.sets] or [task]
+    sets = [part for each in built for part in each.parts or [each]]
+    twice = [name for name, count in Counter(each.name for each in sets).items() if count > 1]
+    if twice:
+        raise ValueError(f"evaluation.sets has {twice[0]!r} twice. Set `name` in one of them")
+    return sets
+
+
 def without_overlap(
     config: TrainConfig, train: Sequence[Problem], test: Sequence[Problem], display: Display
 ) -> Sequence[Problem]:
     """The training problems, without those that are evaluated too if the config says so; warns of them otherwise."""
-    in_train, in_test = split_overlap(train, test)
-    if not in_train:
+    both = overlap_text(train, test)
+    if not both:
         return train
+    if not config.evaluation.drop_overlap:
+        display.line(f"warning: {both}; evaluation.drop_overlap=true leaves them out of training")
+        return train
+    left_out = {id(problem) for problem in split_overlap(train, test)[0]}
+    kept = [problem for problem in train if id(problem) not in left_out]
+    display.line(f"left out {len(left_out)} of {len(train)} training problems: {both}")
+    return kept
+
+
+def overlap_text(train: Sequence[Problem], test: Sequence[Problem]) -> str:
+    """Which evaluated problems are training problems too, for the user; empty if none."""
+    in_test = split_overlap(train, test)[1]
     counts = Counter(problem.task for problem in in_test)
     sets = ", ".join(f"{count} of {name}" for name, count in counts.items())
     some = ", ".join(problem.id for problem in in_test[:3])
-    if not config.evaluation.drop_overlap:
-        display.line(
-            f"warning: {sum(counts.values())} evaluation problems ({sets}; such as {some}) are training problems too; "
-            f"evaluation.drop_overlap=true leaves them out of training"
-        )
-        return train
-    left_out = {id(problem) for problem in in_train}
-    kept = [problem for problem in train if id(problem) not in left_out]
-    display.line(f"left out {len(in_train)} of {len(train)} training problems: they are evaluated too ({sets})")
-    if not kept:
-        raise ValueError("every training problem is evaluated too, and evaluation.drop_overlap=true leaves none")
-    return kept
+    return f"{sets} are both trained on and evaluated, such as {some}" if in_test else ""
 
 
 def encode_problems(

@@ -109,7 +109,10 @@ def test_hub_without_the_datasets_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "a", "answer": "1"}, r"train.jsonl.gz, 1 bad row \(line 1: wants 'question'; its keys are 'text', 'answer'"),
+        (
+            {"text": "a", "answer": "1"},
+            r"train.jsonl.gz, 1 bad row \(line 1: wants 'question'; its keys are 'text', 'answer'",
+        ),
         ({"problem": "a", "answer": "b ####"}, "line 1: wants a final answer, got ''"),
     ],
 )
