@@ -112,5 +112,11 @@ def _draw_split(config: ArithmeticConfig, split: str, num_problems: int) -> Iter
     while len(seen) < num_problems:
         text = draw_problem_text(rng, config)
         if text not in seen and is_held_out(text) == (split == "test"):
-            yield Problem(id=f"arithmetic/{split}/{len(seen)}", text=text, answer=str(running_totals(text)[-1]))
+            yield Problem(
+                id=f"arithmetic/{split}/{len(seen)}",
+                text=text,
+                answer=str(running_totals(text)[-1]),
+                task="arithmetic",
+                generated=True,
+            )
             seen.add(text)

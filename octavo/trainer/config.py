@@ -18,8 +18,11 @@ from octavo.rl.overlong import OverlongConfig
 from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
 from octavo.tasks.arithmetic import ArithmeticConfig
+from octavo.tasks.datasets import DatasetConfig
 from octavo.tasks.gsm8k import GSM8KConfig
+from octavo.tasks.mixture import MixtureConfig
 from octavo.tasks.prompts import ChatTemplate
+from octavo.tasks.reasoning_gym import ReasoningGymConfig
 from octavo.trainer.checkpoint import CheckpointConfig
 from octavo.trainer.optimizer import OptimizerConfig
 from octavo.trainer.trackers import TrackingConfig
@@ -36,6 +39,8 @@ class ModelConfig:
     """Hugging Face folder or hub id."""
     chat_template: ChatTemplate = "auto"
     """auto: the tokenizer's chat template if it has one, else the plain text; always; never."""
+    enable_thinking: bool | None = None
+    """The switch of chat templates such as Qwen3's; null leaves the template's default. An error without the switch."""
     dither_masters: bool = False
     """Move each FP32 master at random (seeded) inside the interval that rounds to its BF16 value. The BF16 model is
     unchanged; fewer weights sit on FP8 rounding ties together."""
@@ -214,7 +219,12 @@ class EvaluationConfig:
     interval: int = 10
     """Steps between evaluations; one is made before step 0 and one after the last. 0 makes none."""
     num_problems: int = 256
-    """The first of the task's test problems; 0 takes all."""
+    """The first of the test problems, of each set; 0 takes all."""
+    sets: tuple[DatasetConfig, ...] = ()
+    """Benchmarks in place of the task's own test problems: names of presets, or sections as a task of type dataset has.
+    eval/accuracy is then the mean over them."""
+    drop_overlap: bool = False
+    """Leave training problems out that are evaluated too, by their letters and digits; otherwise they are a warning."""
     completions_per_problem: int = 1
     """Accuracy is the mean over them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -265,7 +275,7 @@ class TrainConfig:
     """Where the decoder runs, as torch names it."""
     model: ModelConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    task: ArithmeticConfig | GSM8KConfig
+    task: ArithmeticConfig | GSM8KConfig | DatasetConfig | ReasoningGymConfig | MixtureConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     calibration: CalibrationConfig | None = field(default_factory=CalibrationConfig)

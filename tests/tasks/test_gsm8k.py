@@ -5,7 +5,8 @@ import json
 import pytest
 
 from octavo.tasks.answers import parse_number
-from octavo.tasks.gsm8k import GSM8KConfig, check_gsm8k
+from octavo.tasks.checks import check_math
+from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.problem import Problem
 
 ROWS = [
@@ -35,7 +36,7 @@ def test_rows_with_id_problem_and_answer(tmp_path):
     assert len(GSM8KConfig(path=write_folder(tmp_path, ROWS, ROWS), num_test=1).build().test) == 1
     path = write_folder(tmp_path, [{"id": "a/0", "problem": "6 x 7?", "answer": 42}] * 3, [ROWS[0]])
     task = GSM8KConfig(path=path, num_train=2, system_prompt="Be brief.", instruction="").build()
-    assert task.train == (Problem(id="a/0", text="6 x 7?", answer="42"),) * 2
+    assert task.train == (Problem(id="a/0", text="6 x 7?", answer="42", task="gsm8k"),) * 2
     assert task.system_prompt == "Be brief." and task.prompt_text(task.train[0]) == "6 x 7?"
 
 
@@ -70,7 +71,7 @@ def test_the_real_files(data_dir):
     ],
 )
 def test_check(completion, outcome):
-    verdict = check_gsm8k(Problem(id="0", text="?", answer="72"), completion)
+    verdict = check_math(Problem(id="0", text="?", answer="72"), completion)
     assert (verdict.outcome, verdict.reward) == (outcome, float(outcome == "correct"))
 
 
@@ -108,8 +109,11 @@ def test_hub_without_the_datasets_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "a", "answer": "1"}, r"row 0 .*'problem'"),
-        ({"problem": "a", "answer": "b ####"}, "final answer; got 'b ####'"),
+        (
+            {"text": "a", "answer": "1"},
+            r"train.jsonl.gz, 1 bad row \(line 1: wants 'question'; its keys are 'text', 'answer'",
+        ),
+        ({"problem": "a", "answer": "b ####"}, "line 1: wants a final answer, got ''"),
     ],
 )
 def test_a_bad_row_is_named(row, message, tmp_path):

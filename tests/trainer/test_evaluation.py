@@ -9,7 +9,8 @@ from rich.console import Console
 from training_runs import tiny_config
 
 from octavo.rollout.engine import Engine
-from octavo.trainer.evaluation import accuracy_metrics, evaluate, evaluate_to_file
+from octavo.trainer.evaluation import evaluate, measure
+from octavo.trainer.evaluation_result import to_metrics
 from octavo.trainer.interrupt import StopRequested
 from octavo.trainer.metrics import Display
 from octavo.trainer.run import load_run
@@ -28,7 +29,7 @@ def loaded(tmp_path, **changes):
 @pytest.fixture
 def whole(tmp_path):
     run = loaded(tmp_path)
-    metrics = evaluate_to_file(run, tmp_path / "whole.jsonl")
+    metrics = to_metrics(measure(run, tmp_path / "whole.jsonl"))
     assert metrics == evaluate(run)
     return (tmp_path / "whole.jsonl").read_bytes(), metrics
 
@@ -52,15 +53,15 @@ def test_the_parts_of_an_interrupted_evaluation_make_the_whole(whole, tmp_path, 
         with monkeypatch.context() as patch:
             stop_at(patch, part)
             with pytest.raises(KeyboardInterrupt):
-                evaluate_to_file(run, path)
+                measure(run, path)
         assert not path.exists()
     partial = tmp_path / "parts.jsonl.partial"
     assert len(partial.read_text().splitlines()) == 1 + 3 * 4
     partial.write_bytes(partial.read_bytes()[:-30])  # as a kill may leave it
-    assert evaluate_to_file(run, path) == whole[1]
+    assert to_metrics(measure(run, path)) == whole[1]
     assert path.read_bytes() == whole[0] and not partial.exists()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) == 20 and accuracy_metrics(run, rows) == whole[1]
+    assert len(rows) == 20 and sum(row["outcome"] == "correct" for row in rows) == whole[1]["eval/num_correct"]
 
 
 def test_a_kill_after_the_last_problem_loses_nothing(whole, tmp_path, monkeypatch):
@@ -82,9 +83,9 @@ def test_a_kill_after_the_last_problem_loses_nothing(whole, tmp_path, monkeypatc
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Path, "replace", counted(Path.replace))
             patch.setattr(Path, "unlink", counted(Path.unlink))
-            evaluate_to_file(run, path)
+            measure(run, path)
     stop_at(monkeypatch, 1, AssertionError("nothing is left to sample"))
-    assert evaluate_to_file(run, path) == whole[1]
+    assert to_metrics(measure(run, path)) == whole[1]
     assert path.read_bytes() == whole[0]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["parts.jsonl", "whole.jsonl"]
 
@@ -96,7 +97,7 @@ def test_a_partial_file_of_another_evaluation_is_refused(change, tmp_path, monke
     with monkeypatch.context() as patch:
         stop_at(patch, 2)
         with pytest.raises(KeyboardInterrupt):
-            evaluate_to_file(run, path)
+            measure(run, path)
     partial = tmp_path / "parts.jsonl.partial"
     if change == "seed":
         run = replace(run, config=replace(run.config, seed=1))
@@ -112,7 +113,7 @@ def test_a_partial_file_of_another_evaluation_is_refused(change, tmp_path, monke
     before = partial.read_bytes()
     named = {"damaged": "it is none of ours", "rope": "model numbers", "edited": "its rows"}.get(change, change)
     with pytest.raises(ValueError, match=f"left by another evaluation .({named})"):
-        evaluate_to_file(run, path)
+        measure(run, path)
     assert partial.read_bytes() == before
 
 
