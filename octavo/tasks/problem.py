@@ -15,8 +15,8 @@ class Problem:
     text: str
     """What the policy is shown, before the task's instruction and the chat template."""
     answer: str
-    """The reference answer, as text; only the task's `check` reads it. Several, with commas between or in a set, are
-    all required, in any order."""
+    """The reference answer, as text; only the task's `check` reads it. Each line is an answer that is accepted; within
+    one, those with commas between or in a set are all required, in any order."""
     task: str = ""
     """Name of the data set it came from, for statistics by task; "" counts as the task's own name."""
     tests: tuple[str, ...] = ()
