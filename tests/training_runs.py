@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from octavo.trainer import loop
+from octavo.trainer import rollout
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
 from octavo.trainer.metrics import Display
@@ -91,7 +91,7 @@ def half_right(monkeypatch) -> None:
     def alternating(run, problems, completions):
         return torch.tensor([[float(index % 2) for index in range(len(group))] for group in completions])
 
-    monkeypatch.setattr(loop, "score", alternating)
+    monkeypatch.setattr(rollout, "score", alternating)
 
 
 def in_a_child(work, *arguments) -> int:

@@ -25,13 +25,14 @@ from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import Recipe
 from octavo.rl.gae import GAEConfig
 from octavo.tasks.problem import Task
-from octavo.tasks.prompts import encode_prompt, stop_token_ids
+from octavo.tasks.prompts import encode_messages, stop_token_ids
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.critic import check_critic_vocabulary
 from octavo.trainer.errors import reason
 from octavo.trainer.output import RunFolder
 from octavo.trainer.precision import declared_flow
+from octavo.trainer.problems import evaluated_tasks, overlap_text
 from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, use_device
 
 PROMPTS_TRIED = 200
@@ -159,26 +160,39 @@ def tokenizer_row(config: TrainConfig, tokenizer: Any, hf_config: PretrainedConf
 
 
 def task_rows(config: TrainConfig, shape: DecoderConfig | None, tokenizer: Any) -> Iterator[Row]:
-    """The task's problems, and whether their prompts fit."""
+    """The task's problems, those that are evaluated, and whether their prompts fit."""
     try:
         task = config.task.build()
+        sets = evaluated_tasks(config, task)
     except UNUSABLE as error:
-        yield _fail("task", error, "correct the task section")
+        yield _fail("task", error, "correct the task section, or evaluation.sets")
         return
-    counts = f"{task.name} from {task.source}: {len(task.train)} training, {len(task.test)} test problems"
+    num_test = sum(len(each.test) for each in sets)
+    counts = f"{task.name} from {task.source}: {len(task.train)} training, {num_test} test problems"
+    if not task.train or (config.evaluation.interval and not num_test):
+        step = "name splits for both, give evaluation.sets, or set evaluation.interval=0"
+        yield _row("task", "FAIL", counts, step)
+        return
     yield _row("task", "OK", counts)
+    notes = dict.fromkeys(note for each in (task, *sets) for note in each.notes)
+    for note in notes:
+        yield _row("task", "WARN", note, "correct the rows")
+    both = overlap_text(task.train, [problem for each in sets for problem in each.test])
+    if both and not config.evaluation.drop_overlap:
+        yield _row("task", "WARN", both, "set evaluation.drop_overlap=true, which leaves them out of training")
     if shape is not None and tokenizer is not None:
-        yield prompts_row(config, task, shape, tokenizer)
+        yield prompts_row(config, task, sets, shape, tokenizer)
 
 
-def prompts_row(config: TrainConfig, task: Task, shape: DecoderConfig, tokenizer: Any) -> Row:
+def prompts_row(config: TrainConfig, task: Task, sets: list[Task], shape: DecoderConfig, tokenizer: Any) -> Row:
     """Some prompts of each split against the model's vocabulary and rollout.max_prompt_tokens."""
     prompts = []
-    for problems in (task.train, task.test):
+    for owner, problems in ((task, task.train), *((each, each.test) for each in sets)):
         for problem in problems[:: max(1, len(problems) // PROMPTS_TRIED)]:
-            text, template = task.prompt_text(problem), config.model.chat_template
+            model = config.model
             try:
-                prompts.append(encode_prompt(tokenizer, text, task.system_prompt, template))
+                messages = owner.messages(problem)
+                prompts.append(encode_messages(tokenizer, messages, model.chat_template, model.enable_thinking))
             except UNUSABLE as error:
                 return _fail("prompts", error, "set model.chat_template=auto, or drop the problem")
     try:

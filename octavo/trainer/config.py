@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
-from octavo.numerics.fp8 import ScaleRounding
-from octavo.numerics.recipe import FORWARD_ONLY, Recipe, RecipeName, StorageFormat, get_recipe
 from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from octavo.rl.calibration_config import ExactCalibration, GridCalibration, SymmetricCalibration
 from octavo.rl.calibration_losses import plain_bounds, refusal, scale_of
@@ -22,11 +20,15 @@ from octavo.rl.overlong import OverlongConfig
 from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
 from octavo.tasks.arithmetic import ArithmeticConfig
+from octavo.tasks.datasets import DatasetConfig
 from octavo.tasks.gsm8k import GSM8KConfig
+from octavo.tasks.mixture import MixtureConfig
 from octavo.tasks.prompts import ChatTemplate
+from octavo.tasks.reasoning_gym import ReasoningGymConfig
 from octavo.trainer.checkpoint import CheckpointConfig
 from octavo.trainer.critic_config import CriticConfig
 from octavo.trainer.optimizer import OptimizerConfig
+from octavo.trainer.precision_config import PrecisionConfig
 from octavo.trainer.trackers import TrackingConfig
 from octavo.trainer.watch import WatchConfig
 
@@ -44,84 +46,12 @@ class ModelConfig:
     """Hugging Face folder or hub id."""
     chat_template: ChatTemplate = "auto"
     """auto: the tokenizer's chat template if it has one, else the plain text; always; never."""
+    enable_thinking: bool | None = None
+    """The switch of chat templates such as Qwen3's; null leaves the template's default. An error without the switch."""
     dither_masters: bool = False
     """Move each FP32 master at random (seeded) inside the interval that rounds to its BF16 value. The BF16 model is
     unchanged; fewer weights sit on FP8 rounding ties together. Worth it at learning rates near 1e-6, where the first
     FP8 step is otherwise several times the true one (LOG.md)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SidePrecision:
-    """What one side of the flow does otherwise; null is as `precision` says. A recipe's name stands for the section."""
-
-    shorthand: ClassVar[str] = "recipe"
-    recipe: RecipeName | None = None
-    """One of precision.recipe's, and for the rollout also fp8_channel or fp8_tensor, as serving engines run them."""
-    kv_cache: StorageFormat | None = None
-    """fp8 or bf16."""
-    saved_activations: StorageFormat | None = None
-    """fp8 or bf16, for training only: the rollout saves nothing."""
-    keep_bf16: tuple[str, ...] | None = None
-    """Replaces the list of `precision`."""
-    scale_rounding: ScaleRounding | None = None
-    """none or power_of_two."""
-    amax_margin: float | None = None
-    """tensorwise_static only."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """One precision flow for rollout, old logprobs and training. What is null is as the recipe says."""
-
-    recipe: RecipeName = "block128"
-    """bf16, block128, rowwise, tensorwise, w8a16, tensorwise_static or fp32."""
-    kv_cache: StorageFormat | None = None
-    """fp8 or bf16: keys and values as every query sees them."""
-    saved_activations: StorageFormat | None = None
-    """fp8 or bf16: what linear layers keep for the backward pass."""
-    keep_bf16: tuple[str, ...] | None = None
-    """Modules that are not quantised, matched on whole names; lm_head and embed_tokens are always among them."""
-    scale_rounding: ScaleRounding = "none"
-    """power_of_two rounds all scales up."""
-    amax_margin: float = 1.25
-    """tensorwise_static only: room above the last step's amax."""
-    rollout: SidePrecision = field(default_factory=SidePrecision)
-    """What the engine does otherwise than training. Any difference needs allow_mismatch."""
-    train: SidePrecision = field(default_factory=SidePrecision)
-    """What training, old and reference logprobs do otherwise than the rollout."""
-    allow_mismatch: bool = False
-    """Let the rollout run another forward than training, from the same masters; importance weights correct for it."""
-
-    def __post_init__(self) -> None:
-        for key, recipe in (("recipe", self.recipe), ("train.recipe", self.train.recipe)):
-            if recipe in FORWARD_ONLY:
-                raise ValueError(
-                    f"{key}={recipe!r} runs forward only and cannot train. Use {key}={FORWARD_ONLY[recipe]}, or "
-                    f"rollout.recipe={recipe} for the rollout alone"
-                )
-        if self.rollout.saved_activations is not None:
-            raise ValueError("rollout.saved_activations is set, but a rollout saves none. Use train.saved_activations")
-        self.rollout_recipe()
-        self.train_recipe()
-
-    def rollout_recipe(self) -> Recipe:
-        """The complete recipe of the engine, which saves no activations whatever training saves."""
-        return self._expand("rollout", self.rollout, saved_activations=None)
-
-    def train_recipe(self) -> Recipe:
-        """The complete recipe of training, of old and of reference logprobs."""
-        return self._expand("train", self.train)
-
-    def _expand(self, name: str, side: SidePrecision, **left_out: None) -> Recipe:
-        own = {key: value for key, value in vars(side).items() if value is not None}
-        chosen = {key: getattr(self, key) for key in vars(side)} | own | left_out
-        changes = {key: value for key, value in chosen.items() if value is not None}
-        if "keep_bf16" in changes:
-            changes["keep_bf16"] = tuple(dict.fromkeys(("lm_head", "embed_tokens", *changes["keep_bf16"])))
-        try:
-            return get_recipe(changes.pop("recipe"), **changes)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}" if own else str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +173,12 @@ class EvaluationConfig:
     interval: int = 10
     """Steps between evaluations; one is made before step 0 and one after the last. 0 makes none."""
     num_problems: int = 256
-    """The first of the task's test problems; 0 takes all."""
+    """The first of the test problems, of each set; 0 takes all."""
+    sets: tuple[DatasetConfig, ...] = ()
+    """Benchmarks in place of the task's own test problems: names of presets, or sections as a task of type dataset has.
+    eval/accuracy is then the mean over them."""
+    drop_overlap: bool = False
+    """Leave training problems out that are evaluated too, by their letters and digits; otherwise they are a warning."""
     completions_per_problem: int = 1
     """Accuracy is the mean over them."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -294,7 +229,7 @@ class TrainConfig:
     """Where the decoder runs, as torch names it."""
     model: ModelConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    task: ArithmeticConfig | GSM8KConfig
+    task: ArithmeticConfig | GSM8KConfig | DatasetConfig | ReasoningGymConfig | MixtureConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     calibration: GridCalibration | ExactCalibration | SymmetricCalibration | None = field(

@@ -116,7 +116,7 @@ def score(run: Run, problems: list[EncodedProblem], completions: list[list[Compl
     """Rewards [P, G] fp32."""
     return torch.tensor(
         [
-            [run.task.score(encoded.problem, run.decode(completion.tokens)) for completion in group]
+            [run.task.check(encoded.problem, run.decode(completion.tokens)).reward for completion in group]
             for encoded, group in zip(problems, completions, strict=True)
         ]
     )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +18,19 @@ from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import get_recipe
 from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import uniform_bits
-from octavo.tasks.problem import Problem, Task
-from octavo.tasks.prompts import encode_prompt, keep_within_limit, stop_token_ids
+from octavo.tasks.problem import Task
+from octavo.tasks.prompts import stop_token_ids
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.errors import reason
 from octavo.trainer.interrupt import Interrupts
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.precision import check_live, declared_flow, flow_lines
+from octavo.trainer.problems import Benchmark, EncodedProblem, load_problems, problem_order
 from octavo.trainer.reference import Reference
 
 TRAINING, EVALUATION, SHADOW, ROLLBACK = 0, 1, 2, 3
 """Streams of random numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedProblem:
-    """A problem and its prompt as token ids."""
-
-    problem: Problem
-    prompt: list[int]
 
 
 @dataclass(kw_only=True)
@@ -51,7 +42,8 @@ class Run:
     task: Task
     tokenizer: Any
     train_problems: Sequence[EncodedProblem]
-    test_problems: Sequence[EncodedProblem]
+    benchmarks: Sequence[Benchmark]
+    """The sets that are evaluated; a task without test problems may have none."""
     policy: Decoder
     engine: Engine
     shadow: Decoder
@@ -86,10 +78,21 @@ class Run:
 
     def problems(self, place: int, count: int, rollbacks: int = 0) -> list[EncodedProblem]:
         """Training problems from a place in the order of all epochs on; each epoch is a new permutation."""
-        total, seed = len(self.train_problems), self.training_seed(rollbacks)
-        return [
-            self.train_problems[_permutation(total, seed, i // total)[i % total]] for i in range(place, place + count)
-        ]
+        order = problem_order(self.task, self.train_problems, self.training_seed(rollbacks))
+        return [self.train_problems[order.problem(i)] for i in range(place, place + count)]
+
+    def check_problems(self) -> None:
+        """Refuse a training for which there are no problems.
+
+        Raises:
+            ValueError: there are none to train on, or none for the evaluations that the config wants.
+        """
+        self.problems(0, 1)
+        if self.config.evaluation.interval and not self.benchmarks:
+            raise ValueError(
+                f"task {self.task.name!r} has no problems to evaluate on. Give evaluation.sets, as [math500], or "
+                f"evaluation.interval=0"
+            )
 
     def decode(self, tokens: list[int]) -> str:
         """Text of a completion, without special tokens."""
@@ -105,16 +108,8 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     use_device(config.device)
     flow = declared_flow(config)
     flow.check(config.precision.allow_mismatch)
-    task = config.task.build()
     tokenizer = load_tokenizer(config.model.path)
-    limit = config.rollout.max_prompt_tokens
-    train_problems, num_long = keep_within_limit(_encode(config, task, tokenizer, task.train), limit)
-    test_problems, num_long_test = keep_within_limit(_encode(config, task, tokenizer, task.test), limit)
-    if num_long or num_long_test:
-        display.line(
-            f"left out {num_long} of {len(task.train)} training and {num_long_test} of {len(task.test)} test problems: "
-            f"their prompts exceed rollout.max_prompt_tokens={limit}"
-        )
+    task, train_problems, benchmarks = load_problems(config, tokenizer, display)
     policy = load_decoder(
         config.model.path,
         config.precision.train_recipe(),
@@ -122,14 +117,12 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
     )
-    display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {len(test_problems)} test")
     display.line(describe(policy))
     folder = Path(config.model.path)
     if folder.is_dir() and (others := weight_files(folder)[1]):
         display.line(f"left aside, as they are no part of the model: {', '.join(map(str, others))}")
-    check_vocabulary(
-        [each.prompt for each in (*train_problems, *test_problems)], policy.config.vocab_size, config.model.path
-    )
+    prompts = [each.prompt for problems in (train_problems, *(b.problems for b in benchmarks)) for each in problems]
+    check_vocabulary(prompts, policy.config.vocab_size, config.model.path)
     stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
     sampler = policy.with_recipe(config.precision.rollout_recipe()) if flow.differences() else policy
     engine = Engine(sampler, config.rollout.engine, stops)
@@ -143,7 +136,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         task=task,
         tokenizer=tokenizer,
         train_problems=train_problems,
-        test_problems=test_problems,
+        benchmarks=benchmarks,
         policy=policy,
         engine=engine,
         shadow=policy.with_recipe(get_recipe("fp32")) if in_fp32 else policy,
@@ -242,7 +235,7 @@ def load_reference(config: TrainConfig) -> Decoder | None:
 def problems_fingerprint(run: Run) -> str:
     """Hash of every prompt's tokens and every answer, in order."""
     digest = hashlib.sha256()
-    for problems in (run.train_problems, run.test_problems):
+    for problems in (run.train_problems, *(benchmark.problems for benchmark in run.benchmarks)):
         digest.update(f"{len(problems)} problems\n".encode())
         for encoded in problems:
             digest.update(f"{encoded.problem.id} {encoded.prompt} {encoded.problem.answer!r}\n".encode())
@@ -287,22 +280,3 @@ def load_generation_config(path: str) -> GenerationConfig | None:
         raise ValueError(
             f"{path}/generation_config.json cannot be read, and it may name stop tokens: {why}. Fetch it again"
         ) from error
-
-
-def _encode(config: TrainConfig, task: Task, tokenizer: Any, problems: Sequence[Problem]) -> list[EncodedProblem]:
-    return [
-        EncodedProblem(
-            problem=problem,
-            prompt=encode_prompt(
-                tokenizer, task.prompt_text(problem), task.system_prompt, chat_template=config.model.chat_template
-            ),
-        )
-        for problem in problems
-    ]
-
-
-@lru_cache(maxsize=4)
-def _permutation(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    order = list(range(size))
-    random.Random(uniform_bits(seed, epoch, size)).shuffle(order)
-    return tuple(order)

@@ -50,6 +50,7 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
         if not resume:
             folder.check(config)
         run = load_run(config, display)
+        run.check_problems()
         session = Session(
             run=run,
             optimizer=make_optimizer(run),

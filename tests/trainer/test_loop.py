@@ -18,7 +18,7 @@ from octavo.trainer import loop
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict, to_dict
 from octavo.trainer.divergence import StepRecord
-from octavo.trainer.evaluation import evaluate, evaluation_problems, sample_problems
+from octavo.trainer.evaluation import evaluate, make_jobs, sample_jobs
 from octavo.trainer.metrics import Display
 from octavo.trainer.progress import Progress
 from octavo.trainer.rollout import pack, sample
@@ -183,7 +183,7 @@ def test_problems_of_a_step_cover_an_epoch_once_and_depend_on_the_seed(tmp_path)
 
 def test_evaluation_counts_what_it_sampled(tmp_path):
     run = load_run(tiny_config(tmp_path / "run", evaluation__completions_per_problem=2), Display())
-    samples = sample_problems(run, evaluation_problems(run))
+    samples = sample_jobs(run, make_jobs(run))
     metrics = evaluate(run)
     assert len(samples) == 32 and metrics["eval/num_problems"] == 16
     right = [re.findall(r"\d+", sample["completion"])[-1:] == [sample["answer"]] for sample in samples]

@@ -11,13 +11,14 @@ from training_runs import read_lines, tiny_config, without_times
 
 from octavo.models.decoder import Norm
 from octavo.numerics.recipe import get_recipe
-from octavo.rl.batch import MiniBatch
+from octavo.rl.batch import MiniBatch, pack
 from octavo.rl.observatory import LogprobPair, ObservedTokens, log_ratio_std, ratio_metrics
 from octavo.trainer import loop
 from octavo.trainer.metrics import Display
 from octavo.trainer.observe import answer_index, null_change, observe, observe_old
 from octavo.trainer.policy import packed_logprobs
-from octavo.trainer.run import Run, load_run
+from octavo.trainer.rollout import sample
+from octavo.trainer.run import TRAINING, Run, load_run
 from octavo.trainer.train import train
 
 EVERYTHING = {"observatory__interval": 1, "observatory__fp32": True, "observatory__modules": True}
@@ -52,8 +53,8 @@ def moved(tmp_path_factory) -> tuple[Run, MiniBatch, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("observed") / "run"
     run = load_run(tiny_config(folder, trainer__microbatch_tokens=80, **EVERYTHING), Display())
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
-    completions = loop.sample(run, run.problems_of_step(0), 0)
-    (batch,) = loop.pack(completions, advantages, num_mini_batches=1, microbatch_tokens=80)
+    completions = sample(run, run.problems(0, run.config.rollout.prompts_per_step), run.seed(TRAINING, 0))
+    (batch,) = pack(completions, advantages, num_mini_batches=1, microbatch_tokens=80)
     batch = loop.annotate(run, None, batch)
     old = observe_old(run, batch)
     disturb_(run.policy, seed=0, amount=0.5)

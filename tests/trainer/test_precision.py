@@ -11,11 +11,12 @@ from octavo.rl.mismatch import tis_weights
 from octavo.rollout.engine import Engine
 from octavo.rollout.kv_cache import KVCache
 from octavo.trainer import loop
-from octavo.trainer.config import PrecisionConfig, SidePrecision, TrainConfig
+from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
 from octavo.trainer.divergence import StepRecord
 from octavo.trainer.metrics import Display
 from octavo.trainer.precision import check_live, declared_flow
+from octavo.trainer.precision_config import PrecisionConfig, SidePrecision
 from octavo.trainer.progress import Progress
 from octavo.trainer.rollout import pack, sample
 from octavo.trainer.run import load_reference, load_run, make_optimizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from training_runs import half_right, read_lines, same_run, signal_at, tiny_config, without_times
 
-from octavo.trainer import loop
+from octavo.trainer import rollout
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
@@ -140,7 +140,7 @@ def test_a_resumed_run_may_take_another_reference_or_form(tmp_path, monkeypatch)
         {"reference": "masters"},
     ):
         with monkeypatch.context() as patch:
-            signal_at(patch, loop, "sample", 1, signal.SIGINT)
+            signal_at(patch, rollout, "sample", 1, signal.SIGINT)
             with pytest.raises(Interrupted):
                 train(calibrated(tmp_path / "run", **calibration), Display(), resume=True, allow_changes=True)
     train(calibrated(tmp_path / "run"), Display(), resume=True, allow_changes=True)

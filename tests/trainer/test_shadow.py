@@ -6,7 +6,7 @@ import pytest
 import torch
 from training_runs import half_right, read_lines, tiny_config
 
-from octavo.rl.batch import select
+from octavo.rl.batch import pack, select
 from octavo.rl.calibration import calibrate, statistics_from_metrics
 from octavo.rl.calibration_losses import scale_of
 from octavo.rl.losses import ClipBounds
@@ -15,7 +15,8 @@ from octavo.trainer.calibrating import drawn_completions, noise_alarm, of_drawn
 from octavo.trainer.divergence import StepRecord
 from octavo.trainer.metrics import Display
 from octavo.trainer.progress import Progress
-from octavo.trainer.run import load_run, make_optimizer
+from octavo.trainer.rollout import sample
+from octavo.trainer.run import TRAINING, load_run, make_optimizer
 from octavo.trainer.train import train
 
 
@@ -30,9 +31,9 @@ def small_config(folder, **changes):
 
 
 def first_batch(run, microbatch_tokens=8192):
-    completions = loop.sample(run, run.problems_of_step(0), 0)
+    completions = sample(run, run.problems(0, run.config.rollout.prompts_per_step), run.seed(TRAINING, 0))
     advantages = torch.linspace(-1.0, 1.0, 8).view(2, 4)
-    (batch,) = loop.pack(completions, advantages, num_mini_batches=1, microbatch_tokens=microbatch_tokens)
+    (batch,) = pack(completions, advantages, num_mini_batches=1, microbatch_tokens=microbatch_tokens)
     return loop.annotate(run, None, batch)
 
 
