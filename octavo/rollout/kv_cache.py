@@ -19,7 +19,7 @@ class KVCache:
 
     Args:
         config: the decoder's shape.
-        num_pages, page_size: pages, and tokens in one.
+        num_pages, page_size: pages, and tokens in one. There is one page more, for what nobody will read.
         kv_format: "fp8" keeps E4M3 and one FP32 power-of-two scale per token and head.
         device: where it lives.
     """
@@ -35,7 +35,8 @@ class KVCache:
         self.num_pages, self.page_size, self.kv_format = num_pages, page_size, kv_format
         self.num_heads = config.num_heads
         dtype = {"fp8": E4M3, "bf16": torch.bfloat16, "fp32": torch.float32}[kv_format]
-        slots = (config.num_layers, num_pages * page_size, config.num_kv_heads)
+        self.scratch_page = num_pages
+        slots = (config.num_layers, (num_pages + 1) * page_size, config.num_kv_heads)
         try:
             self.k = torch.zeros(*slots, config.head_dim, dtype=dtype, device=device)
             """[layers, slots, Hkv, Dh]; slot = page * page_size + offset."""
@@ -99,6 +100,13 @@ class PagedAttention:
             row = torch.minimum(rows, counts[chunk, None] - 1)
             index = packed_start[chunk, None] + row  # padded row -> packed token
             self._chunks.append((inside, index, starts[chunk, None] + row, slots[chunk, : max(ends[chunk])]))
+
+    @classmethod
+    def decode(cls, cache: KVCache, page_table: Tensor, positions: Tensor) -> PagedAttention:
+        """One new token of each sequence, at positions [N] int64; the page table may be wider than it need be."""
+        where = positions.tolist()
+        width = max(where) // cache.page_size + 1
+        return cls(cache, page_table[:, :width].long(), where, [1] * len(where))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
         """Write the new keys and values, then attend to everything stored; [T, H, Dh]."""
