@@ -93,6 +93,7 @@ class FP8Linear(nn.Module):
         else:
             self.register_buffer("weight_hp", torch.empty(shape, dtype=self._dtype), persistent=False)
         self.register_buffer("bias_hp", torch.empty(shape[0], dtype=self._dtype) if bias else None, persistent=False)
+        self._scaled: State | None = None  # of the static scale when it was last seen to be a number
         if recipe.static_activation_scale:
             self.register_buffer("activation_scale", torch.full((1, 1), torch.nan), persistent=False)
             self.register_buffer("activation_amax", torch.zeros(1, 1), persistent=False)
@@ -350,12 +351,18 @@ class FP8Linear(nn.Module):
         scale = None
         if self.recipe.static_activation_scale:
             self.activation_amax.copy_(torch.maximum(self.activation_amax, block_amax(x, PER_TENSOR)))
-            if torch.isnan(self.activation_scale).all():  # the very first batch calibrates itself
-                self.freeze_activation_scale_()
+            self._calibrate_the_first_time()
             scale = self.activation_scale
             self.saturation_counts[0] += self._beyond_scale(x).sum()
             self.saturation_counts[1] += x.numel()
         return quantize_matrix(x, left, self.recipe.scale_rounding, scale=scale).operand()
+
+    def _calibrate_the_first_time(self) -> None:
+        """The very first batch gives its own scale. The host waits for the device only after a write to the scale."""
+        if self._scaled != _state(self.activation_scale):
+            if torch.isnan(self.activation_scale).all():
+                self.freeze_activation_scale_()
+            self._scaled = _state(self.activation_scale)
 
     def _beyond_scale(self, x: Tensor) -> Tensor:
         return x.float().abs() > E4M3_MAX * self.activation_scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -25,29 +26,27 @@ class GraphedSteps:
 
     Args:
         step: called with a batch size; launches kernels, never waits for one.
-        clear: makes the buffers such that a step does no harm.
+        harmless: within it a step changes nothing that lasts.
     """
 
-    def __init__(self, step: Callable[[int], None], clear: Callable[[], None]) -> None:
-        self.step, self.clear = step, clear
+    def __init__(self, step: Callable[[int], None], harmless: Callable[[], AbstractContextManager[None]]) -> None:
+        self.step, self.harmless = step, harmless
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def prepare(self, size: int) -> None:
-        """Have the graph of a size; clears the buffers if it is to be captured."""
+        """Have the graph of a size."""
         if size in self._graphs:
             return
-        self.clear()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP_CALLS):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with self.harmless():
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP_CALLS):
+                    self.step(size)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool):
                 self.step(size)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.clear()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self.step(size)
         self._graphs[size] = graph
 
     def __call__(self, size: int) -> None:

@@ -2,16 +2,19 @@
 
 Several steps run before the host looks: each takes the token that the one before it sampled. A sequence that ends in
 between computes its last token again until then, which changes nothing. Where a step lies in a CUDA graph
-(`rollout.cuda_graph`), the batch is padded to a size that has one; rows of padding write to a page that is nobody's.
+(`rollout.cuda_graph`), the batch is padded to a size that has one with copies of its first sequence, which compute and
+write what that does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
+from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
 from octavo.rollout.cuda_graph import GraphedSteps, padded_size
 from octavo.rollout.kv_cache import KVCache, PagedAttention
@@ -57,26 +60,25 @@ class DecodeBuffers:
         """[steps, B] fp32, their log-probabilities."""
 
     def clear(self) -> None:
-        """No sequence: a step now writes to the scratch page alone."""
+        """No sequence: a step now writes to the scratch page."""
         self.page_table.fill_(self.scratch_page)
         for buffer in (self.tokens, self.positions, self.last_positions, self.running, self.step):
             buffer.zero_()
 
-    def fill(self, sequences: Sequence[Running], seed: int) -> None:
-        """Put sequences into the first rows; those after them are padding."""
+    def fill(self, sequences: Sequence[Running], seed: int, size: int) -> None:
+        """Put sequences into the first rows, and copies of the first into those up to `size`."""
         self.clear()
-        longest = max(len(sequence.pages) for sequence in sequences)
-        pages = np.full((len(sequences), longest), self.scratch_page, dtype=np.int32)
-        for row, sequence in enumerate(sequences):
+        rows = [*sequences, *[sequences[-1]] * (size - len(sequences))]
+        longest = max(len(sequence.pages) for sequence in rows)
+        pages = np.full((size, longest), self.scratch_page, dtype=np.int32)
+        for row, sequence in enumerate(rows):
             pages[row, : len(sequence.pages)] = sequence.pages
-        rows = [(s.tokens[-1], s.num_tokens - 1, s.longest - 1, s.sequence_id) for s in sequences]
-        self.page_table[: len(sequences), :longest] = torch.from_numpy(pages)
-        columns = torch.tensor(rows).T
-        for buffer, column in zip(
-            (self.tokens, self.positions, self.last_positions, self.sequence_ids), columns, strict=True
-        ):
-            buffer[: len(sequences)] = column
-        self.running[: len(sequences)] = True
+        self.page_table[:size, :longest] = torch.from_numpy(pages)
+        values = [(s.tokens[-1], s.num_tokens - 1, s.longest - 1, s.sequence_id) for s in rows]
+        buffers = (self.tokens, self.positions, self.last_positions, self.sequence_ids)
+        for buffer, column in zip(buffers, torch.tensor(values).T, strict=True):
+            buffer[:size] = column
+        self.running[:size] = True
         self.seed.fill_(seed)
 
 
@@ -128,15 +130,33 @@ class DecodeSteps:
         step, size = self._step_of(sampling), len(sequences)
         if self.graphs and not looks_at_host(sampling):
             if sampling.temperature not in self._graphed:
-                self._graphed[sampling.temperature] = GraphedSteps(step, self.buffers.clear)
+                self._graphed[sampling.temperature] = GraphedSteps(step, self._harmless)
             step, size = self._graphed[sampling.temperature], padded_size(size)
             step.prepare(size)
-        self.buffers.fill(sequences, seed)
+        self.buffers.fill(sequences, seed, size)
         for _ in range(num_steps):
             step(size)
         n = len(sequences)
         tokens, logprobs = self.buffers.sampled[:num_steps, :n].cpu(), self.buffers.logprobs[:num_steps, :n].cpu()
         return tokens.tolist(), logprobs.tolist()
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Steps in here write to the scratch page alone, and static activation scales do not learn from them."""
+        state = [
+            buffer
+            for layer in quantized_layers(self.decoder)
+            for name, buffer in layer.named_buffers()
+            if name in SCALE_STATE
+        ]
+        before = [buffer.clone() for buffer in state]
+        self.buffers.clear()
+        try:
+            yield
+        finally:
+            self.buffers.clear()
+            for buffer, value in zip(state, before, strict=True):
+                buffer.copy_(value)
 
     def _step_of(self, sampling: SamplingConfig) -> Step:
         buffers = self.buffers
