@@ -93,6 +93,7 @@ class FP8Linear(nn.Module):
         else:
             self.register_buffer("weight_hp", torch.empty(shape, dtype=self._dtype), persistent=False)
         self.register_buffer("bias_hp", torch.empty(shape[0], dtype=self._dtype) if bias else None, persistent=False)
+        self.observing = True  # whether a static scale learns from what it sees: not from what is computed again
         self._scaled: State | None = None  # of the static scale when it was last seen to be a number
         if recipe.static_activation_scale:
             self.register_buffer("activation_scale", torch.full((1, 1), torch.nan), persistent=False)
@@ -350,11 +351,12 @@ class FP8Linear(nn.Module):
             return grid_operand(x)
         scale = None
         if self.recipe.static_activation_scale:
-            self.activation_amax.copy_(torch.maximum(self.activation_amax, block_amax(x, PER_TENSOR)))
-            self._calibrate_the_first_time()
+            if self.observing:
+                self.activation_amax.copy_(torch.maximum(self.activation_amax, block_amax(x, PER_TENSOR)))
+                self._calibrate_the_first_time()
+                self.saturation_counts[0] += self._beyond_scale(x).sum()
+                self.saturation_counts[1] += x.numel()
             scale = self.activation_scale
-            self.saturation_counts[0] += self._beyond_scale(x).sum()
-            self.saturation_counts[1] += x.numel()
         return quantize_matrix(x, left, self.recipe.scale_rounding, scale=scale).operand()
 
     def _calibrate_the_first_time(self) -> None:

@@ -12,10 +12,12 @@ values live is the caller's business (`AttentionContext`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from octavo.kernels.logprobs import logits_from_hidden, token_logprobs
@@ -73,6 +75,18 @@ class Block(nn.Module):
         self.gate_up_proj = FP8Linear(D, {"gate_proj": F, "up_proj": F}, bias=False, recipe=recipe, path=mlp)
         self.down_proj = FP8Linear(F, {"down_proj": D}, bias=False, recipe=recipe, path=mlp)
 
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """What runs in here has run before."""
+        layers = quantized_layers(self)
+        for layer in layers:
+            layer.observing = False
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.observing = True
+
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, shadow: bool) -> Tensor:
         """h [T, D] -> [T, D]; cos and sin [T, Dh / 2] of each token's position."""
         qkv = self.qkv_proj(self.input_norm(h), shadow=shadow)
@@ -127,6 +141,8 @@ class Decoder(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._head: tuple[tuple[int, int], Operand] | None = None
+        self.recompute_layers = False
+        """Keep only each layer's input for the backward, and compute the layer again there: the same bits."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
         """Whatever moves a module; the head that was kept ready lies where it was."""
@@ -182,7 +198,10 @@ class Decoder(nn.Module):
         h = _embed(self.embed_tokens, self.embed_hp, tokens)
         cos, sin = self.cos[positions], self.sin[positions]
         for block in self.blocks():
-            h = block(h, cos, sin, context, shadow)
+            if self.recompute_layers and torch.is_grad_enabled():
+                h = _recomputed(block, h, cos, sin, context, shadow)
+            else:
+                h = block(h, cos, sin, context, shadow)
         return self.norm(h)
 
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -200,6 +219,16 @@ class Decoder(nn.Module):
         if self._head is None or self._head[0] != state:
             self._head = (state, grid_operand(source))
         return self._head[1]
+
+
+def _recomputed(block: Block, *arguments: Any) -> Tensor:
+    return checkpoint(
+        block,
+        *arguments,
+        use_reentrant=False,
+        preserve_rng_state=False,  # a forward draws nothing
+        context_fn=lambda: (nullcontext(), block.recomputing()),
+    )
 
 
 class _Embed(torch.autograd.Function):

@@ -68,7 +68,7 @@ class DecodeBuffers:
     def fill(self, sequences: Sequence[Running], seed: int, size: int) -> None:
         """Put sequences into the first rows, and copies of the first into those up to `size`."""
         self.clear()
-        rows = [*sequences, *[sequences[-1]] * (size - len(sequences))]
+        rows = [*sequences, *[sequences[0]] * (size - len(sequences))]
         longest = max(len(sequence.pages) for sequence in rows)
         pages = np.full((size, longest), self.scratch_page, dtype=np.int32)
         for row, sequence in enumerate(rows):

@@ -111,6 +111,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
     )
+    policy.recompute_layers = config.trainer.recompute_layers
     display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {len(test_problems)} test")
     display.line(describe(policy))
     folder = Path(config.model.path)
