@@ -18,7 +18,7 @@ from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
 from octavo.rollout.cuda_graph import GraphedSteps, padded_size
 from octavo.rollout.kv_cache import KVCache, PagedAttention
-from octavo.rollout.sampler import SamplingConfig, draw, looks_at_host
+from octavo.rollout.sampler import SamplingConfig, draw, looks_at_host, signed
 from octavo.rollout.scheduler import Sequence as Running
 
 Step = Callable[[int], None]
@@ -79,7 +79,7 @@ class DecodeBuffers:
         for buffer, column in zip(buffers, torch.tensor(values).T, strict=True):
             buffer[:size] = column
         self.running[:size] = True
-        self.seed.fill_(seed)
+        self.seed.fill_(signed(seed))
 
 
 class DecodeSteps:

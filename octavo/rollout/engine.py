@@ -15,7 +15,7 @@ from octavo.models.decoder import Decoder
 from octavo.rollout import scheduler
 from octavo.rollout.decode import DecodeSteps
 from octavo.rollout.kv_cache import KVCache, PagedAttention
-from octavo.rollout.sampler import SamplingConfig, check_finite, draw
+from octavo.rollout.sampler import SamplingConfig, check_finite, draw, signed
 from octavo.rollout.scheduler import PromptGroup, Scheduler
 
 MAX_GROUP_SIZE = 2**20
@@ -193,7 +193,7 @@ class Engine:
         last = self._tensor([len(tokens) for tokens in new]).cumsum(0) - 1
         logits = self.decoder.logits(hidden[last], sampling.temperature or 1.0)
         ids, positions = ([getattr(s, name) for s in batch] for name in ("sequence_id", "num_tokens"))
-        drawn = draw(logits, self._tensor([seed]), self._tensor(ids), self._tensor(positions), sampling)
+        drawn = draw(logits, self._tensor([signed(seed)]), self._tensor(ids), self._tensor(positions), sampling)
         tokens, logprobs = (x.tolist() for x in drawn)
         return [tokens], [logprobs]
 

@@ -139,6 +139,11 @@ def truncate(weights: Tensor, config: SamplingConfig) -> Tensor:
     return weights
 
 
+def signed(number: int) -> int:
+    """The whole number of 64 bits, with a sign, that equals this one modulo 2**64: what a tensor holds of a seed."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
 def uniform_bits(seed: int, sequence: int, position: int) -> int:
     """64 random bits that depend on the three numbers only (SplitMix64, Steele et al. 2014, chained)."""
     state = 0
