@@ -192,7 +192,9 @@ def make_optimizer(run: Run) -> Optimizer:
     """AdamW over all masters of the policy."""
     trainer = run.config.trainer
     num_updates = trainer.num_steps * trainer.num_mini_batches
-    return Optimizer(dict(run.policy.named_parameters()), run.config.optimizer, num_updates)
+    parameters = dict(run.policy.named_parameters())
+    fused = all(parameter.is_cuda for parameter in parameters.values())
+    return Optimizer(parameters, run.config.optimizer, num_updates, fused)
 
 
 def load_reference(config: TrainConfig) -> Decoder | None:
