@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -84,6 +85,7 @@ def train_step(
                     decoder.requantize_()  # the engine's bytes too
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)
+    metrics["precision/saturated_queries"] = saturated_queries(run.decoders)
     return metrics | learned
 
 
@@ -370,3 +372,11 @@ def saturated_share(policy: Decoder) -> float:
 
 def _shadow_logprobs(run: Run, microbatch: Microbatch) -> Tensor:
     return packed_logprobs(run.policy, microbatch, run.config.rollout.sampling.temperature, shadow=True)[0]
+
+
+def saturated_queries(decoders: Sequence[Decoder]) -> int:
+    """Numbers in queries that FP16 could not hold beside FP8 keys, since this was last asked."""
+    count = sum(decoder.num_saturated.item() for decoder in decoders)
+    for decoder in decoders:
+        decoder.num_saturated.zero_()
+    return int(count)

@@ -1,0 +1,95 @@
+"""Compiles the kernels of attention for sm_90, without a GPU, and prints what is in each as JSON."""
+
+import json
+import sys
+
+from lm_head_aot import stack_bytes
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from octavo.kernels import attention_kernels, backward_kernels, heads_kernels
+from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
+from octavo.kernels.heads import TOKENS
+from octavo.kernels.triton_attention import FEW_PROGRAMS, UNFUSED, block_width, num_warps
+
+WANTED = ("wgmma.mma_async", "mma.sync", "f32.bf16.bf16", "f32.f16.f16", "fma.rn", "atom.global.add")
+WIDTHS = (64, 96, 128)
+SCALES = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
+ROWS = {"logsumexp_ptr": "*fp32", "delta_ptr": "*fp32"}
+
+
+def compiled(kernel, signature, constants, **options):
+    """How often each instruction of interest stands in the kernel's PTX, and its bytes of stack and shared memory."""
+    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+    result = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    counts = {text: result.asm["ptx"].count(text) for text in WANTED}
+    return counts | {"stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
+
+
+def shape(head_dim, heads=32, kv_heads=8):
+    return {"H": heads, "HKV": kv_heads, "DH": head_dim, "BLOCK_D": block_width(head_dim)}
+
+
+def forward(rows, head_dim, page_size, fp8, num_programs=FEW_PROGRAMS):
+    """`attention_kernel` as it is launched for this many programs."""
+    stored = "*fp8e4nv" if fp8 else "*bf16"
+    signature = {"q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, **SCALES, "out_ptr": "*bf16"}
+    signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i64", "factor": "fp32"}
+    constants = shape(head_dim) | {"ROWS": rows, "PAGE": page_size, "FP8": fp8}
+    options = {"num_warps": num_warps(rows, num_programs), "num_stages": 3, **UNFUSED}
+    return compiled(attention_kernels.attention_kernel, signature | {"stride_table": "i32"}, constants, **options)
+
+
+def backward(name, head_dim):
+    """`grad_q` or `grad_kv`."""
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "d_out_ptr"), "*bf16") | ROWS
+    if name == "grad_q":
+        signature |= {"grad_q_ptr": "*bf16", "tiles_ptr": "*i32", "softmax_scale": "fp32"}
+        kernel, constants = backward_kernels.grad_q_kernel, shape(head_dim) | {"ROWS": 64}
+    else:
+        signature |= {"grad_k_ptr": "*bf16", "grad_v_ptr": "*bf16", "tiles_ptr": "*i32", "boundaries_ptr": "*i64"}
+        signature |= {"softmax_scale": "fp32"}
+        kernel, constants = backward_kernels.grad_kv_kernel, shape(head_dim)
+    return compiled(kernel, signature, constants, **launch_options(name, head_dim))
+
+
+def delta(head_dim):
+    signature = {"out_ptr": "*bf16", "d_out_ptr": "*bf16", "delta_ptr": "*fp32", "num_rows": "i32"}
+    constants = {"R": DELTA_ROWS, "DH": head_dim, "BLOCK_D": block_width(head_dim)}
+    return compiled(backward_kernels.delta_kernel, signature, constants, num_warps=4)
+
+
+def heads(head_dim, norm, slots, fp8):
+    """`heads_kernel`."""
+    stored = "*fp8e4nv" if fp8 else "*bf16"
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
+    signature |= dict.fromkeys(("stride_q", "stride_k", "stride_v"), "i32")
+    signature |= dict.fromkeys(("q_gain_ptr", "k_gain_ptr", "cos_ptr", "sin_ptr"), "*fp32") | {"slots_ptr": "*i64"}
+    signature |= {"q_out_ptr": "*bf16", "k_out_ptr": stored, "v_out_ptr": stored, **SCALES}
+    signature |= {"inverse_ptr": "*fp32", "saturated_ptr": "*i64", "T": "i32"}
+    constants = shape(head_dim) | {"R": TOKENS, "BITS": 23, "NORM_EPS": 1e-6, "NORM": norm, "SLOTS": slots, "FP8": fp8}
+    return compiled(heads_kernels.heads_kernel, signature, constants, num_warps=4, **UNFUSED)
+
+
+if __name__ == "__main__":
+    found = {}
+    for width in WIDTHS:
+        for fp8 in (False, True):
+            name = f"{'fp8' if fp8 else 'bf16'} {width}"
+            found[f"decode {name}"] = forward(16, width, 16, fp8)
+            found[f"prefill {name}"] = forward(64, width, 16, fp8)
+            found[f"packed {name}"] = forward(64, width, 0, fp8)
+            found[f"heads {name}"] = heads(width, norm=width == 128, slots=fp8, fp8=fp8)
+        found[f"grad_q bf16 {width}"] = backward("grad_q", width)
+        found[f"grad_kv bf16 {width}"] = backward("grad_kv", width)
+        found[f"delta bf16 {width}"] = delta(width)
+    found["decode of few fp8 128"] = forward(16, 128, 16, True, 1)
+    found["decode of few bf16 128"] = forward(16, 128, 16, False, 1)
+    json.dump(found, sys.stdout)
