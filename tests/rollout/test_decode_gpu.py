@@ -1,4 +1,4 @@
-"""The engine on a GPU: graphs or none, one step or eight, any batch: the same samples, and training's log-probabilities."""
+"""The engine on a GPU: with graphs or without, in any batch, the same samples, and training's log-probabilities."""
 
 import random
 
