@@ -1,7 +1,12 @@
 """Decode steps in a row and in padded batches give what single steps give; graphs are replayed on what they expect."""
 
+import importlib.util
 import itertools
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +171,12 @@ def test_steps_are_at_least_one():
     with pytest.raises(ValueError, match="decode_steps must be at least 1; got 0"):
         EngineConfig(decode_steps=0)
     assert VOCAB > max(STOPS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_path_of_a_gpu_is_exact_in_tritons_interpreter():
+    tests = Path(__file__).resolve().parents[1]
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests.parent}:{tests}"}
+    script = tests / "rollout/engine_kernels_check.py"
+    result = subprocess.run([sys.executable, script], env={**os.environ, **settings}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
