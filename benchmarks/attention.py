@@ -68,7 +68,7 @@ def time_of_peer(case: str, call: Callable[[], object]) -> float | None:
     try:
         call()
     except RuntimeError as error:
-        print(f"{case}: refused: {str(error).splitlines()[0]}", flush=True)
+        print(f"{case}: refused: {str(error).splitlines()[0][:120]}", flush=True)
         return None
     return milliseconds(call, REP_MS)
 

@@ -43,8 +43,8 @@ def attention_kernel(
         factor: softmax_scale * log2(e).
     """
     GROUP: tl.constexpr = H // HKV
-    kv_head = tl.program_id(0)
-    tiles_ptr += tl.program_id(1) * 4
+    kv_head = tl.program_id(0) % HKV
+    tiles_ptr += tl.program_id(0) // HKV * 4
     first_query, num_queries = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
     first_position, sequence = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)

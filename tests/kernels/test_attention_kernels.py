@@ -135,16 +135,16 @@ def flash_by_hand(op):
 
 
 def cudnn_by_hand(op):
-    """What torch's cuDNN attention takes: [1, heads, L, Dh] of one length, logsumexp [1, H, L]."""
+    """What torch's cuDNN attention takes: [1, heads, L, Dh] of one length, logsumexp [1, H, L, 1]."""
 
     def run(*arguments, scale):
         a = as_schema(op, arguments, scale)
         length = a["query"].shape[2]
-        assert a["logsumexp"].is_contiguous() and a["logsumexp"].shape == (1, a["query"].shape[1], length)
+        assert a["logsumexp"].is_contiguous() and a["logsumexp"].shape == (1, a["query"].shape[1], length, 1)
         assert (a["max_q"], a["max_k"], a["dropout_p"], a["is_causal"]) == (length, length, 0.0, True)
         assert a["attn_bias"] is a["cum_seq_q"] is a["cum_seq_k"] is None
         dense = [a[name][0].transpose(0, 1) for name in ("grad_out", "query", "key", "value", "out")]
-        return [x.transpose(0, 1)[None] for x in by_hand(*dense, a["logsumexp"][0].T, scale)]
+        return [x.transpose(0, 1)[None] for x in by_hand(*dense, a["logsumexp"][0, ..., 0].T, scale)]
 
     return run
 
