@@ -83,10 +83,10 @@ def _triton(
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     operands = (q, k, v, grad_out, logsumexp, delta)
     queries, keys = tiles.queries, tiles.keys.table
-    grad_q_kernel[(Hkv, len(queries.table))](
+    grad_q_kernel[(Hkv * len(queries.table),)](
         *operands, grad_q, queries.table, softmax_scale, ROWS=queries.rows, **shape, **launch_options("grad_q", Dh)
     )
-    grad_kv_kernel[(Hkv, len(keys))](
+    grad_kv_kernel[(Hkv * len(keys),)](
         *operands, grad_k, grad_v, keys, cu_seqlens, softmax_scale, **shape, **launch_options("grad_kv", Dh)
     )
     return grad_q, grad_k, grad_v
@@ -148,7 +148,7 @@ def _cudnn(
         one = [x[None, start:stop].transpose(1, 2) for x in (grad_out, q, k, v, out)]  # [1, heads, L, Dh]
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *one,
-            logsumexp[None, start:stop].transpose(1, 2).contiguous(),  # [1, H, L]
+            logsumexp[None, start:stop].transpose(1, 2).contiguous()[..., None],  # [1, H, L, 1]
             no_dropout,
             no_dropout,
             None,

@@ -43,8 +43,8 @@ def attention_kernel(
         factor: softmax_scale * log2(e).
     """
     GROUP: tl.constexpr = H // HKV
-    kv_head = tl.program_id(0)
-    tiles_ptr += tl.program_id(1) * 4
+    kv_head = tl.program_id(0) % HKV
+    tiles_ptr += tl.program_id(0) // HKV * 4
     first_query, num_queries = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
     first_position, sequence = tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -127,10 +127,11 @@ def _attend_block(
         moved *= unit * _inverse(grown)
         unit = grown
     else:
-        weights, broken = round_bf16(p).to(tl.bfloat16), key < 0
+        broken = key < 0
         if MASKED:
             broken = tl.max(v.to(tl.int16, bitcast=True) & 0x7FFF, axis=1) >= 0x7F80
-            weights = tl.where(visible & broken[None, :], float("nan"), weights)
+            p = tl.where(visible & broken[None, :], float("nan"), p)
+        weights = round_bf16(p).to(tl.bfloat16)
     if MASKED:  # a weight of 0 would not hide a value that is not finite from earlier queries
         v = tl.where(broken[:, None], 0.0, v)
     return product(weights, v, acc * moved[:, None]), total, now, unit

@@ -34,8 +34,8 @@ def grad_q_kernel(
 ):  # fmt: skip
     """dQ of a KV head and a tile of queries, as in `attention_kernel`."""
     GROUP: tl.constexpr = H // HKV
-    kv_head = tl.program_id(0)
-    tiles_ptr += tl.program_id(1) * 4
+    kv_head = tl.program_id(0) % HKV
+    tiles_ptr += tl.program_id(0) // HKV * 4
     first_query, num_queries, first_position = tl.load(tiles_ptr), tl.load(tiles_ptr + 1), tl.load(tiles_ptr + 2)
     row = tl.arange(0, ROWS)
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
@@ -87,8 +87,8 @@ def grad_kv_kernel(
 ):  # fmt: skip
     """dK and dV of a KV head and a tile of 64 keys; a row is a query and one of the heads that share the KV head."""
     GROUP: tl.constexpr = H // HKV
-    kv_head = tl.program_id(0)
-    tiles_ptr += tl.program_id(1) * 4
+    kv_head = tl.program_id(0) % HKV
+    tiles_ptr += tl.program_id(0) // HKV * 4
     first_key, num_keys = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
     key = tl.arange(0, _BLOCK)
     here = key < num_keys

@@ -107,9 +107,9 @@ def attention_forward(
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
     out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
-    grid = (Hkv, len(tiles.table))
+    num_programs = Hkv * len(tiles.table)
     if T:
-        attention_kernel[grid](
+        attention_kernel[(num_programs,)](
             q,
             k,
             v,
@@ -128,7 +128,7 @@ def attention_forward(
             ROWS=tiles.rows,
             PAGE=page_size,
             FP8=k_scale is not None,
-            num_warps=num_warps(tiles.rows, grid[0] * grid[1]),
+            num_warps=num_warps(tiles.rows, num_programs),
             num_stages=3,
             **UNFUSED,
         )

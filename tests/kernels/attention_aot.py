@@ -1,7 +1,12 @@
-"""Compiles the kernels of attention for sm_90, without a GPU, and prints what is in each as JSON."""
+"""Compiles the kernels of attention for sm_90, without a GPU, and prints what is in each as JSON.
+
+python tests/kernels/attention_aot.py [all]    # all: every variant, not the ones alone that a test has the time for
+"""
 
 import json
 import sys
+from functools import partial
+from itertools import product
 
 from lm_head_aot import stack_bytes
 from triton import compile
@@ -13,8 +18,7 @@ from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
 from octavo.kernels.heads import TOKENS
 from octavo.kernels.triton_attention import FEW_PROGRAMS, UNFUSED, block_width, num_warps
 
-WANTED = ("wgmma.mma_async", "mma.sync", "f32.bf16.bf16", "f32.f16.f16", "fma.rn", "atom.global.add")
-WIDTHS = (64, 96, 128)
+WANTED = ("wgmma.mma_async", "mma.sync", "f32.bf16.bf16", "f32.f16.f16", "atom")
 SCALES = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
 ROWS = {"logsumexp_ptr": "*fp32", "delta_ptr": "*fp32"}
 
@@ -78,18 +82,30 @@ def heads(head_dim, norm, slots, fp8):
     return compiled(heads_kernels.heads_kernel, signature, constants, num_warps=4, **UNFUSED)
 
 
+def every_variant():
+    """Name and compilation of each kernel for each width, KV format and way to lie in memory."""
+    for width in (64, 96, 128):
+        for kv_format, fp8 in (("bf16", False), ("fp8", True)):
+            yield f"decode {kv_format} {width}", partial(forward, 16, width, 16, fp8)
+            yield f"decode {kv_format} few {width}", partial(forward, 16, width, 16, fp8, 1)
+            yield f"prefill {kv_format} {width}", partial(forward, 64, width, 16, fp8)
+            yield f"packed {kv_format} {width}", partial(forward, 64, width, 0, fp8)
+            for norm, slots in product((False, True), repeat=2):
+                name = f"heads {kv_format} {width}{' norm' if norm else ''}{' slots' if slots else ''}"
+                yield name, partial(heads, width, norm, slots, fp8)
+        yield f"grad_q bf16 {width}", partial(backward, "grad_q", width)
+        yield f"grad_kv bf16 {width}", partial(backward, "grad_kv", width)
+        yield f"delta bf16 {width}", partial(delta, width)
+
+
+SOME = (
+    *("decode bf16 64", "decode bf16 128", "decode fp8 128", "decode fp8 few 128"),
+    *("prefill bf16 128", "prefill fp8 96", "packed bf16 96", "packed fp8 128"),
+    *("heads bf16 64", "heads fp8 128 norm slots"),
+    *("grad_q bf16 128", "grad_kv bf16 64", "grad_kv bf16 128", "delta bf16 96"),
+)
+"""Every kernel, option and width once at least."""
+
 if __name__ == "__main__":
-    found = {}
-    for width in WIDTHS:
-        for fp8 in (False, True):
-            name = f"{'fp8' if fp8 else 'bf16'} {width}"
-            found[f"decode {name}"] = forward(16, width, 16, fp8)
-            found[f"prefill {name}"] = forward(64, width, 16, fp8)
-            found[f"packed {name}"] = forward(64, width, 0, fp8)
-            found[f"heads {name}"] = heads(width, norm=width == 128, slots=fp8, fp8=fp8)
-        found[f"grad_q bf16 {width}"] = backward("grad_q", width)
-        found[f"grad_kv bf16 {width}"] = backward("grad_kv", width)
-        found[f"delta bf16 {width}"] = delta(width)
-    found["decode of few fp8 128"] = forward(16, 128, 16, True, 1)
-    found["decode of few bf16 128"] = forward(16, 128, 16, False, 1)
-    json.dump(found, sys.stdout)
+    chosen = every_variant() if sys.argv[1:] == ["all"] else (v for v in every_variant() if v[0] in SOME)
+    json.dump({name: make() for name, make in chosen}, sys.stdout)
