@@ -212,6 +212,8 @@ def bounds(runs: Sequence[RunRecord]) -> Chart:
             num_due = sum("calibration/skipped" in line for line in run.lines)
             if num_due:
                 chart.notes.append(f"{name}{len(skipped)} of {num_due} calibrations skipped.")
+            elif run.config and setting(run.config, "algorithm.loss.type") in ("bapo", "m2po"):
+                chart.notes.append(f"{name}the loss chooses its bounds for each mini-batch; these are the last's.")
             elif run.config and setting(run.config, "calibration") is None:
                 chart.notes.append(f"{name}calibration is off, so the bounds stay.")
             else:

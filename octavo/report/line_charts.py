@@ -113,7 +113,7 @@ OVERCLIP_HIGH = Lines(
 )
 CLIPPED = Lines(
     title="Clipped by the loss",
-    caption="Share of the last mini-batch's tokens beyond the bounds in force: low over tokens with a negative "
+    caption="Share of the last mini-batch's tokens that the loss drops or caps: low over tokens with a negative "
     "advantage, high over those with a positive one.",
     unit="share",
     keys={"low": "loss/clip_fraction_low", "high": "loss/clip_fraction_high"},

@@ -2,6 +2,7 @@
 
 Every [T] tensor is aligned with `tokens`: logprobs[t] is the log-probability of tokens[t] given what precedes it in its
 sequence, loss_mask[t] says whether tokens[t] was sampled by the policy. Prompt tokens carry zeros.
+Completions that are left out of the loss are not packed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Microbatch:
     loss_mask: Tensor
     """[T] bool, True where the policy sampled the token."""
     advantages: Tensor
-    """[T] fp32, constant along a completion."""
+    """[T] fp32, constant along a completion unless a KL penalty is in the reward."""
     rollout_logprobs: Tensor
     """[T] fp32, reported by the engine."""
     old_logprobs: Tensor | None = None
@@ -76,6 +77,7 @@ def pack(
     num_mini_batches: int,
     microbatch_tokens: int,
     device: torch.device | str = "cpu",
+    leave_out_truncated: bool = False,
 ) -> list[MiniBatch]:
     """Split P groups into mini-batches of whole groups, and each into packed microbatches.
 
@@ -85,6 +87,10 @@ def pack(
         num_mini_batches: optimiser steps of this rollout; divides P.
         microbatch_tokens: most tokens in one microbatch; a longer sequence is a microbatch of its own.
         device: where the tensors go.
+        leave_out_truncated: completions cut off at the limit (finish_reason "length") stay out of the loss.
+
+    Returns:
+        The mini-batches; one that has no completion left is left out.
 
     Raises:
         ValueError: P is not a multiple of num_mini_batches, advantages have another shape, or a completion has no
@@ -106,7 +112,10 @@ def pack(
             (completion, advantage)
             for group, row in zip(completions[start : start + size], advantages[start : start + size], strict=True)
             for completion, advantage in zip(group, row.tolist(), strict=True)
+            if not (leave_out_truncated and completion.finish_reason == "length")
         ]
+        if not pairs:
+            continue
         pairs.sort(key=lambda pair: _length(pair[0]), reverse=True)  # like lengths together: attention pads less
         batches.append(
             MiniBatch(

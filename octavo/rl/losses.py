@@ -1,7 +1,8 @@
-"""Token losses, and the one function that masks and reduces them.
+"""What all token losses share: bounds on the ratio, the KL penalty, and the one function that masks and reduces.
 
-A token loss returns [T], neither masked nor reduced. `reduce_loss` turns it into the scalar that is
-differentiated; its normalisers describe the whole mini-batch, so the losses of microbatches add up.
+A token loss returns [T], neither masked nor reduced; `loss_clipped`, `loss_sequence` and `loss_likelihood` hold them.
+`reduce_loss` turns it into the scalar that is differentiated; its normalisers describe the whole mini-batch, so the
+losses of microbatches add up.
 """
 
 import math
@@ -14,6 +15,9 @@ from torch import Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Which per-token estimate of the KL divergence `kl_estimate` returns."""
+
+KLPlacement = Literal["loss", "reward"]
+"""Where the penalty on the distance to the reference goes."""
 
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
 """How `reduce_loss` weighs tokens: DAPO, GRPO, Dr.GRPO."""
@@ -64,42 +68,30 @@ class KLConfig:
     """Factor on the estimate, in loss units per nat. At least 0; 0 means no penalty and no reference pass."""
     estimator: KLEstimator = "k3"
     """Which estimate is differentiated. For tokens the policy itself sampled, k2 has the expected gradient
-    of KL(policy || reference), k3 that of KL(reference || policy), k1 none."""
+    of KL(policy || reference), k3 that of KL(reference || policy), k1 none. In the reward k1."""
+    placement: KLPlacement = "loss"
+    """loss: the estimate is added to each token's loss. reward: coefficient x k1 of each token, before the step's
+    updates, is a cost, and a token's advantage is less the costs from it to the end of its completion."""
 
     def __post_init__(self) -> None:
         if self.estimator not in get_args(KLEstimator):
             raise ValueError(f"estimator is one of {get_args(KLEstimator)}; got {self.estimator!r}")
+        if self.placement not in get_args(KLPlacement):
+            raise ValueError(f"placement is one of {get_args(KLPlacement)}; got {self.placement!r}")
         if not 0.0 <= self.coefficient < math.inf:
             raise ValueError(f"coefficient is a finite factor on the KL penalty, at least 0; got {self.coefficient}")
-        if self.coefficient > 0.0 and self.estimator == "k1":
+        if self.placement == "reward":
+            if self.estimator != "k1":
+                raise ValueError(
+                    f"placement 'reward' subtracts the estimate k1, whose expectation is the divergence; got estimator "
+                    f"{self.estimator!r}. Use estimator 'k1', or placement 'loss'."
+                )
+        elif self.coefficient > 0.0 and self.estimator == "k1":
             raise ValueError(
                 f"estimator 'k1' cannot be a loss term (coefficient={self.coefficient}): its gradient is that of "
                 "logprobs, whose expectation under the policy is zero, so it would add noise and no penalty. "
-                "Use estimator 'k2' or 'k3', or coefficient 0 to only log it."
+                "Use estimator 'k2' or 'k3', placement 'reward', or coefficient 0 to only log it."
             )
-
-
-def ppo_clip(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, bounds: ClipBounds, tis_weights: Tensor
-) -> Tensor:
-    """Clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7), weighted against mismatch.
-
-        loss = -w min(r A, clamp(r, L, H) A),   r = exp(logprobs - old_logprobs)
-
-    Args:
-        logprobs: [T] fp32, policy in training; the only input with a gradient.
-        old_logprobs: [T] fp32, same numerics, weights before this step.
-        advantages: [T] fp32, in units of the advantage estimator, constant along a completion.
-        bounds: ClipBounds, absolute bounds L and H on the ratio.
-        tis_weights: [T] fp32, truncated importance weights w of `mismatch.tis_weights`; ones when the
-            rollout is exact.
-
-    Returns:
-        [T] fp32 loss to minimise, in advantage units, neither masked nor reduced.
-    """
-    ratio = torch.exp(logprobs - old_logprobs)
-    clipped = ratio.clamp(bounds.low, bounds.high)
-    return -tis_weights * torch.minimum(ratio * advantages, clipped * advantages)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -226,32 +218,28 @@ def share(event: Tensor, population: Tensor, sources: Sequence[Tensor], *, empty
     return int((event & population).sum()) / num_population if num_population else empty
 
 
-def clip_metrics(ratio: Tensor, advantages: Tensor, loss_mask: Tensor, bounds: ClipBounds) -> dict[str, float]:
-    """How many tokens the bounds of `ppo_clip` deprive of their gradient.
+def clip_metrics(dropped: Tensor, ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> dict[str, float]:
+    """How many tokens a loss deprives of their gradient, or of a part of it.
 
-        loss/clip_fraction       clipped on either side, over all loss tokens
-        loss/clip_fraction_low   ratio < low, over loss tokens with a negative advantage
-        loss/clip_fraction_high  ratio > high, over loss tokens with a positive advantage
+        loss/clip_fraction       dropped tokens, over all loss tokens
+        loss/clip_fraction_low   those with a negative advantage, over loss tokens with a negative advantage
+        loss/clip_fraction_high  those with a positive advantage, over loss tokens with a positive advantage
 
-    Each is a share in [0, 1], 0.0 when its denominator is empty, NaN when a loss token has a NaN. A ratio
-    equal to a bound still has its gradient and is not counted.
+    Each is a share in [0, 1], 0.0 when its denominator is empty, NaN when a loss token has a NaN.
 
     Args:
+        dropped: [T] bool, `policy_loss.dropped_tokens`.
         ratio: [T] fp32, exp(logprobs - old_logprobs).
         advantages: [T] fp32.
         loss_mask: [T] bool or 0/1, 1 where a token enters the loss.
-        bounds: ClipBounds, those of the loss.
 
     Returns:
         The three metrics above.
     """
     ratio, advantages = loss_tokens(loss_mask, ratio, advantages)
-    sources = (ratio, advantages)
-    negative, positive = advantages < 0, advantages > 0
-    low, high = ratio < bounds.low, ratio > bounds.high
-    everything = torch.ones_like(negative)
+    dropped = dropped[loss_mask.bool()]
+    populations = {"": torch.ones_like(dropped), "_low": advantages < 0, "_high": advantages > 0}
     return {
-        "loss/clip_fraction": share((low & negative) | (high & positive), everything, sources),
-        "loss/clip_fraction_low": share(low, negative, sources),
-        "loss/clip_fraction_high": share(high, positive, sources),
+        f"loss/clip_fraction{side}": share(dropped & (advantages != 0), population, (ratio, advantages))
+        for side, population in populations.items()
     }

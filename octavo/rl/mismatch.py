@@ -15,7 +15,8 @@ ROLLOUT_RATIO_BAND = (0.8, 1.2)
 """Rollout ratios outside this closed interval count towards mismatch/outside_share."""
 
 
-def _check_cap(cap: float) -> None:
+def check_cap(cap: float) -> None:
+    """ValueError where a cap on importance weights is below 1."""
     if not cap >= 1.0:
         raise ValueError(
             f"cap is the largest importance weight and must be at least 1, or tokens without any mismatch "
@@ -40,7 +41,7 @@ def tis_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float = 2.0
     Raises:
         ValueError: cap is below 1.
     """
-    _check_cap(cap)
+    check_cap(cap)
     return torch.exp(old_logprobs.detach() - rollout_logprobs.detach()).clamp(max=cap)
 
 
@@ -71,7 +72,7 @@ def mismatch_metrics(
     Raises:
         ValueError: cap is below 1.
     """
-    _check_cap(cap)
+    check_cap(cap)
     old, rollout = loss_tokens(loss_mask, old_logprobs, rollout_logprobs)
     num_tokens = old.numel()
     if num_tokens == 0:

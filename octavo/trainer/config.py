@@ -7,9 +7,14 @@ from typing import ClassVar
 
 from octavo.numerics.fp8 import ScaleRounding
 from octavo.numerics.recipe import FORWARD_ONLY, Recipe, RecipeName, StorageFormat, get_recipe
-from octavo.rl.advantages import GRPOConfig
+from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from octavo.rl.calibration import CalibrationConfig
+from octavo.rl.corrections import IcePop, SequenceMask, SequenceTIS
+from octavo.rl.loss_clipped import BAPO, M2PO, PPOClip
+from octavo.rl.loss_likelihood import CISPO, DPPOKL, DPPOTV, Reinforce
+from octavo.rl.loss_sequence import GSPO, GSPOToken
 from octavo.rl.losses import ClipBounds, ClipConfig, KLConfig, Reduction
+from octavo.rl.overlong import OverlongConfig
 from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
 from octavo.tasks.arithmetic import ArithmeticConfig
@@ -154,20 +159,52 @@ class RolloutConfig:
 class AlgorithmConfig:
     """How rewards become a loss."""
 
-    advantage: GRPOConfig = field(default_factory=GRPOConfig)
-    """Group-relative advantages."""
+    advantage: GRPOConfig | RLOOConfig | ReinforcePlusPlusConfig = field(default_factory=GRPOConfig)
+    """The baseline that rewards are compared with."""
+    loss: PPOClip | GSPO | GSPOToken | CISPO | BAPO | DPPOTV | DPPOKL | M2PO | Reinforce = field(
+        default_factory=PPOClip
+    )
+    """What each token's log-probability is moved by."""
     clip: ClipConfig = field(default_factory=ClipConfig)
-    """The PPO trust region in BF16: the bounds themselves, or what calibration aims at."""
+    """The trust region of ppo_clip in BF16: the bounds themselves, or what calibration aims at."""
     reduction: Reduction = "token_mean"
     """token_mean (DAPO), sequence_mean (GRPO) or constant (Dr.GRPO)."""
+    correction: SequenceTIS | IcePop | SequenceMask | None = None
+    """What else than token weights corrects for a rollout by another numerics."""
     tis_cap: float = 2.0
-    """C: truncated importance weights are min(exp(old_logprobs - rollout_logprobs), C). At least 1."""
+    """C: without a correction, importance weights are min(exp(old_logprobs - rollout_logprobs), C). At least 1."""
     kl: KLConfig = field(default_factory=KLConfig)
     """Penalty on the distance to the model that training started from; coefficient 0 loads no reference."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Long and truncated completions."""
 
     def __post_init__(self) -> None:
         if self.tis_cap < 1.0:
             raise ValueError(f"tis_cap must be at least 1; got {self.tis_cap}")
+        if self.correction is not None and self.tis_cap != AlgorithmConfig.tis_cap:
+            raise ValueError(
+                f"tis_cap={self.tis_cap} caps the token weights that correction.type={self.correction.type_name} "
+                f"replaces. Leave tis_cap out, or use correction: null"
+            )
+        if not isinstance(self.loss, PPOClip) and self.clip != ClipConfig():
+            raise ValueError(
+                f"clip holds the bounds of ppo_clip, and loss.type={self.loss.type_name} does not read them. Leave "
+                f"clip out and set what is under loss"
+            )
+
+    def calibration_refusal(self) -> str:
+        """Why calibrated clipping is wrong for the loss; empty where it is right."""
+        if not isinstance(self.loss, PPOClip):
+            return (
+                f"calibration moves the bounds of ppo_clip, at which a token's ratio loses its gradient, and "
+                f"algorithm.loss.type={self.loss.type_name} has no such bounds to move"
+            )
+        if self.loss.dual_clip is not None:
+            return (
+                f"calibration balances punished tokens at any ratio above the low bound, and "
+                f"algorithm.loss.dual_clip={self.loss.dual_clip} drops some of them"
+            )
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +269,7 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     calibration: CalibrationConfig | None = field(default_factory=CalibrationConfig)
-    """Calibrated clipping; null keeps the bounds of algorithm.clip."""
+    """Calibrated clipping, for ppo_clip without dual_clip; null keeps the bounds of algorithm.clip."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -246,7 +283,13 @@ class TrainConfig:
         for name, path in (("output_dir", self.output_dir), ("model.path", self.model.path)):
             if path.startswith("~"):  # a shell leaves it so behind key=
                 raise ValueError(f"{name}={path!r} would be a folder named ~ here. Write $HOME, or the whole path")
-        if rollout.group_size == 1 and self.algorithm.advantage.scale_by_std:
+        advantage = self.algorithm.advantage
+        if rollout.group_size == 1 and not isinstance(advantage, GRPOConfig):
+            raise ValueError(
+                f"rollout.group_size=1 leaves algorithm.advantage.type={advantage.type_name} no other completion to "
+                f"compare with. Use rollout.group_size >= 2, as 8"
+            )
+        if rollout.group_size == 1 and isinstance(advantage, GRPOConfig) and advantage.scale_by_std:
             raise ValueError(
                 "rollout.group_size=1 has no standard deviation to divide by (algorithm.advantage.scale_by_std=true). "
                 "Use rollout.group_size >= 2, as 8"
@@ -261,6 +304,13 @@ class TrainConfig:
                 "calibration needs ratios that differ from 1, and with trainer.num_mini_batches=1 every ratio is 1. "
                 "Use trainer.num_mini_batches >= 2, or calibration: null"
             )
+        if self.calibration is not None and (refusal := self.algorithm.calibration_refusal()):
+            raise ValueError(f"{refusal}. Use calibration: null")
+        if self.algorithm.overlong.buffer_tokens > rollout.max_completion_tokens:
+            raise ValueError(
+                f"algorithm.overlong.buffer_tokens={self.algorithm.overlong.buffer_tokens} is more than "
+                f"rollout.max_completion_tokens={rollout.max_completion_tokens}, before which it lies. Lower it"
+            )
         longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
         if longest > rollout.engine.kv_cache_tokens // rollout.engine.page_size * rollout.engine.page_size:
             raise ValueError(
@@ -269,7 +319,7 @@ class TrainConfig:
             )
 
     def start_bounds(self) -> ClipBounds:
-        """Bounds on the ratio in step 0."""
+        """Bounds of ppo_clip in step 0."""
         return self.algorithm.clip.bounds() if self.calibration is None else self.calibration.start_bounds()
 
     @property

@@ -13,11 +13,15 @@ from torch import Tensor
 from octavo.layers.linear import quantized_layers
 from octavo.models.decoder import Decoder
 from octavo.rl import calibration
-from octavo.rl.advantages import group_relative
+from octavo.rl.advantages import estimate_advantages, subtract_kl
 from octavo.rl.batch import Microbatch, MiniBatch, pack
+from octavo.rl.corrections import correction_metrics, correction_weights
 from octavo.rl.entropy import entropy_metrics
-from octavo.rl.losses import ClipBounds, clip_metrics, kl_estimate, ppo_clip, reduce_loss
-from octavo.rl.mismatch import amplification, mismatch_by_position, mismatch_metrics, overclip_metrics, tis_weights
+from octavo.rl.loss_clipped import BAPO, M2PO
+from octavo.rl.losses import ClipBounds, clip_metrics, kl_estimate, reduce_loss
+from octavo.rl.mismatch import amplification, mismatch_by_position, mismatch_metrics, overclip_metrics
+from octavo.rl.overlong import overlong_penalty
+from octavo.rl.policy_loss import chosen_bounds, dropped_tokens, fixed_bounds, policy_losses
 from octavo.rollout.engine import Completion
 from octavo.rollout.sampler import NonFiniteLogits
 from octavo.trainer.config import TrainConfig
@@ -54,15 +58,9 @@ def train_step(
         record.prompts = [encoded.problem.id for encoded in problems]
         completions = sample(run, problems, step)  # P x G
         rewards = score(run, problems, completions)  # [P, G]
-        advantages = group_relative(rewards, config.algorithm.advantage)  # [P, G]
-        mini_batches = pack(  # microbatches of [T]
-            completions,
-            advantages,
-            num_mini_batches=config.trainer.num_mini_batches,
-            microbatch_tokens=config.trainer.microbatch_tokens,
-            device=config.device,
-        )
-    metrics |= rollout_metrics(completions, rewards, advantages)
+        advantages, shaping = judge(config, completions, rewards)  # [P, G]
+        mini_batches = batches(config, completions, advantages)  # microbatches of [T]
+    metrics |= rollout_metrics(completions, rewards) | shaping
     record.samples = logged_samples(run, problems, completions, rewards, advantages)
 
     measures = shadow_wanted(config, step)
@@ -73,7 +71,6 @@ def train_step(
         with clock.phase("shadow"):
             mini_batches[-1] = annotate_shadow(run, mini_batches[-1])  # BF16 shadow, old
 
-    metrics |= {"clip/low": progress.bounds.low, "clip/high": progress.bounds.high}
     with run.display.bar("update", sum(len(batch.microbatches) for batch in mini_batches)) as advance:
         for index, mini_batch in enumerate(mini_batches):
             record.mini_batch_index, record.mini_batch = index, mini_batch
@@ -119,16 +116,57 @@ def score(run: Run, problems: list[EncodedProblem], completions: list[list[Compl
     )
 
 
+def judge(config: TrainConfig, completions: list[list[Completion]], rewards: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Advantages [P, G] fp32 of rewards less the overlong penalty, and what that penalty was."""
+    num_tokens = torch.tensor([[len(completion.tokens) for completion in group] for group in completions])
+    penalty = overlong_penalty(num_tokens, config.rollout.max_completion_tokens, config.algorithm.overlong)
+    shaped = rewards - penalty
+    metrics = {"reward/informative_groups_share": (shaped != shaped[:, :1]).any(dim=1).float().mean().item()}
+    if config.algorithm.overlong.buffer_tokens:
+        metrics["reward/overlong_penalty_mean"] = penalty.mean().item()
+    return estimate_advantages(shaped, num_tokens, config.algorithm.advantage), metrics
+
+
+def batches(config: TrainConfig, completions: list[list[Completion]], advantages: Tensor) -> list[MiniBatch]:
+    """Mini-batches of what enters the loss.
+
+    Raises:
+        ValueError: every completion was cut off, and those are left out.
+    """
+    mini_batches = pack(
+        completions,
+        advantages,
+        num_mini_batches=config.trainer.num_mini_batches,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        device=config.device,
+        leave_out_truncated=config.algorithm.overlong.filter_truncated,
+    )
+    if not mini_batches:
+        raise ValueError(
+            f"every completion of a step was cut off at rollout.max_completion_tokens="
+            f"{config.rollout.max_completion_tokens}, and algorithm.overlong.filter_truncated=true leaves none in the "
+            f"loss. Raise the limit, or use filter_truncated: false"
+        )
+    return mini_batches
+
+
 @torch.no_grad()
 def annotate(run: Run, reference: Decoder | None, mini_batch: MiniBatch) -> MiniBatch:
-    """Add old logprobs from an independent packed forward, and the reference's."""
+    """Add old logprobs from an independent packed forward, and the reference's; a KL penalty in the reward."""
+    kl = run.config.algorithm.kl
     temperature = run.config.rollout.sampling.temperature
 
     def add(microbatch: Microbatch) -> Microbatch:
         run.interrupts.check()
         old_logprobs, _ = packed_logprobs(run.policy, microbatch, temperature)
-        ref_logprobs = None if reference is None else packed_logprobs(reference, microbatch, temperature)[0]
-        return replace(microbatch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+        if reference is None:
+            return replace(microbatch, old_logprobs=old_logprobs)
+        ref_logprobs, _ = packed_logprobs(reference, microbatch, temperature)
+        advantages = microbatch.advantages
+        if kl.placement == "reward":
+            mask, edges = microbatch.loss_mask, microbatch.cu_seqlens
+            advantages = subtract_kl(advantages, old_logprobs, ref_logprobs, mask, edges, kl.coefficient)
+        return replace(microbatch, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, advantages=advantages)
 
     return replace(mini_batch, microbatches=[add(microbatch) for microbatch in mini_batch.microbatches])
 
@@ -144,8 +182,13 @@ def annotate_shadow(run: Run, mini_batch: MiniBatch) -> MiniBatch:
     )
 
 
-def accumulate(run: Run, mini_batch: MiniBatch, bounds: ClipBounds, advance: Any) -> tuple[Tensor, dict[str, Any]]:
+def accumulate(run: Run, mini_batch: MiniBatch, clip: ClipBounds, advance: Any) -> tuple[Tensor, dict[str, Any]]:
     """Forward, loss and backward of every microbatch.
+
+    Args:
+        run, mini_batch: what is trained, and on what.
+        clip: bounds of ppo_clip.
+        advance: told of each microbatch that is done.
 
     Returns:
         logprobs of the mini-batch before its update, [T] fp32 without gradient, and the loss metrics.
@@ -154,17 +197,17 @@ def accumulate(run: Run, mini_batch: MiniBatch, bounds: ClipBounds, advance: Any
         Diverged: the loss of a microbatch is not finite.
     """
     algorithm, rollout = run.config.algorithm, run.config.rollout
-    total_loss, total_kl, parts, entropies = 0.0, 0.0, [], []
+    bounds = bounds_of(run, mini_batch, clip)
+    total_loss, total_kl, parts, entropies, dropped = 0.0, 0.0, [], [], []
     for index, microbatch in enumerate(mini_batch.microbatches):
         logprobs, entropy = packed_logprobs(run.policy, microbatch, rollout.sampling.temperature)
-        old_logprobs = microbatch.old_logprobs
-        assert old_logprobs is not None
-        weights = tis_weights(old_logprobs, microbatch.rollout_logprobs, algorithm.tis_cap)
-        token_losses = ppo_clip(logprobs, old_logprobs, microbatch.advantages, bounds, weights)
+        weights = weights_of(run.config, microbatch)
+        token_losses = policy_losses(algorithm.loss, logprobs, microbatch, bounds, weights)
         if microbatch.ref_logprobs is not None:
             kl = kl_estimate(logprobs, microbatch.ref_logprobs, algorithm.kl.estimator)
-            token_losses = token_losses + algorithm.kl.coefficient * kl
             total_kl += kl.detach()[microbatch.loss_mask].sum().item()
+            if algorithm.kl.placement == "loss":
+                token_losses = token_losses + algorithm.kl.coefficient * kl
         loss = reduce_loss(
             token_losses,
             microbatch.loss_mask,
@@ -181,6 +224,7 @@ def accumulate(run: Run, mini_batch: MiniBatch, bounds: ClipBounds, advance: Any
         loss.backward()
         parts.append(logprobs.detach())
         entropies.append(entropy)
+        dropped.append(dropped_tokens(algorithm.loss, logprobs, microbatch, bounds))
         advance(1)
     logprobs = torch.cat(parts)
     ratio = torch.exp(logprobs - mini_batch.gather("old_logprobs"))
@@ -189,25 +233,54 @@ def accumulate(run: Run, mini_batch: MiniBatch, bounds: ClipBounds, advance: Any
         "loss/policy": total_loss,
         **entropy_metrics(torch.cat(entropies)[mask]),
         "policy/ratio_std": ratio[mask].std(correction=0).item(),
-        **clip_metrics(ratio, mini_batch.gather("advantages"), mask, bounds),
+        **clip_metrics(torch.cat(dropped), ratio, mini_batch.gather("advantages"), mask),
     }
+    if bounds is not None:
+        metrics |= {"clip/low": bounds.low, "clip/high": bounds.high}
+    if algorithm.correction is not None:
+        metrics |= correction_metrics(gathered_weights(run.config, mini_batch), mask)
     if mini_batch.microbatches[0].ref_logprobs is not None:
         metrics["loss/kl"] = total_kl / mini_batch.num_loss_tokens
     return logprobs, metrics
+
+
+@torch.no_grad()
+def bounds_of(run: Run, mini_batch: MiniBatch, clip: ClipBounds) -> ClipBounds | None:
+    """Bounds of the loss for this mini-batch. BAPO and M2PO choose theirs from a forward over all of it."""
+    loss, temperature = run.config.algorithm.loss, run.config.rollout.sampling.temperature
+    if not isinstance(loss, BAPO | M2PO):
+        return fixed_bounds(loss, clip)
+    logprobs = [packed_logprobs(run.policy, microbatch, temperature)[0] for microbatch in mini_batch.microbatches]
+    ratio = torch.exp(torch.cat(logprobs) - mini_batch.gather("old_logprobs"))
+    advantages, mask = mini_batch.gather("advantages"), mini_batch.gather("loss_mask")
+    return chosen_bounds(loss, ratio, advantages, gathered_weights(run.config, mini_batch), mask)
+
+
+def weights_of(config: TrainConfig, microbatch: Microbatch) -> Tensor:
+    """[T] weights that correct for the mismatch of rollout and training."""
+    old, rollout_logprobs = microbatch.old_logprobs, microbatch.rollout_logprobs
+    assert old is not None
+    mask, index, algorithm = microbatch.loss_mask, microbatch.sequence_index, config.algorithm
+    return correction_weights(old, rollout_logprobs, mask, index, algorithm.correction, algorithm.tis_cap)
+
+
+def gathered_weights(config: TrainConfig, mini_batch: MiniBatch) -> Tensor:
+    """The same of every microbatch, end to end."""
+    return torch.cat([weights_of(config, microbatch) for microbatch in mini_batch.microbatches])
 
 
 def measure_shadow(run: Run, mini_batch: MiniBatch, logprobs: Tensor, progress: Progress, step: int) -> dict[str, Any]:
     """Compare the last mini-batch's ratios with the BF16 shadow's; calibrate the bounds when that is due."""
     config = run.config
     shadow = torch.cat([_shadow_logprobs(run, microbatch) for microbatch in mini_batch.microbatches])
-    names = ("old_logprobs", "shadow_old_logprobs", "advantages", "loss_mask", "rollout_logprobs")
-    old, shadow_old, advantages, mask, rollout_logprobs = (mini_batch.gather(name) for name in names)
+    names = ("old_logprobs", "shadow_old_logprobs", "advantages", "loss_mask")
+    old, shadow_old, advantages, mask = (mini_batch.gather(name) for name in names)
     ratio, shadow_ratio = torch.exp(logprobs - old), torch.exp(shadow - shadow_old)
     metrics: dict[str, Any] = overclip_metrics(ratio, shadow_ratio, advantages, mask, config.algorithm.clip)
     metrics |= amplification(logprobs, shadow, old, shadow_old, mask)
     if config.calibration is None or not calibration.measured(step, config.calibration):
         return metrics
-    weights = tis_weights(old, rollout_logprobs, config.algorithm.tis_cap)
+    weights = gathered_weights(config, mini_batch)
     progress.pool.append(
         calibration.measure(ratio, shadow_ratio, weights, advantages, mask, config.algorithm.clip, config.calibration)
     )
@@ -249,14 +322,13 @@ def check_mismatch(run: Run, mini_batches: list[MiniBatch]) -> dict[str, Any]:
     return metrics
 
 
-def rollout_metrics(completions: list[list[Completion]], rewards: Tensor, advantages: Tensor) -> dict[str, Any]:
+def rollout_metrics(completions: list[list[Completion]], rewards: Tensor) -> dict[str, Any]:
     """Rewards and completions of a rollout."""
     flat = [completion for group in completions for completion in group]
     lengths = torch.tensor([float(len(completion.tokens)) for completion in flat])
     return {
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
-        "reward/informative_groups_share": (advantages != 0).any(dim=1).float().mean().item(),
         "completion/length_mean": lengths.mean().item(),
         "completion/length_p90": lengths.quantile(0.9).item(),
         "completion/length_max": lengths.max().item(),

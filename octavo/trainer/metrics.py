@@ -59,9 +59,12 @@ class Display:
             f"length {metrics['completion/length_mean']:.1f}",
             f"entropy {metrics['policy/entropy']:.3f}",
             f"mismatch {metrics['mismatch/max_abs_logprob_diff']:.3g}",
-            f"clip [{metrics['clip/low']:.2f}, {metrics['clip/high']:.2f}]",
-            f"clipped {metrics['loss/clip_fraction']:.1%}",
         ]
+        if "clip/low" in metrics:
+            low, high = metrics["clip/low"], metrics["clip/high"]
+            digits = 2 if high - low > 0.05 else 5  # bounds of a sequence's ratio lie close to 1
+            parts.append(f"clip [{low:.{digits}f}, {high:.{digits}f}]")
+        parts.append(f"clipped {metrics['loss/clip_fraction']:.1%}")
         if "overclip/low_share" in metrics:
             parts.append(f"overclip {metrics['overclip/low_share']:.1%}")
         parts.append(f"{metrics['time/step_s']:.1f} s")

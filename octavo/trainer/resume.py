@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from octavo.trainer.checkpoint import (
     write_checkpoint,
 )
 from octavo.trainer.config import TrainConfig
-from octavo.trainer.config_file import differences, to_dict
+from octavo.trainer.config_file import differences, from_dict, to_dict
 from octavo.trainer.metrics import StepClock
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
@@ -66,7 +67,7 @@ def find_resume_point(folder: RunFolder, config: TrainConfig, allow_changes: boo
     before = folder.read_config() if checkpoint is None else checkpoint.state["config"]
     changes = [
         f"{key}: {old} -> {new}"
-        for key, old, new in differences(before, to_dict(config))
+        for key, old, new in differences(_completed(before), to_dict(config))
         if key.partition(".")[0] not in FREE_TO_CHANGE
     ]
     _refuse(changes, folder.path if checkpoint is None else checkpoint.path, allow_changes)
@@ -150,7 +151,7 @@ class Session:
         for group, tensors in self._tensors().items():
             checkpoint.copy_into(group, tensors)
         self.optimizer.update = state["policy_version"]
-        for decoder in self.run.decoders:
+        for decoder in self.run.decoders if self.optimizer.update else ():  # the first bytes are as they were loaded
             decoder.requantize_()
         self.progress, self._saved = Progress.from_json(state["progress"]), checkpoint.path.name
         trainer = self.run.config.trainer  # of a changed config too, whose other updates the schedule must not count
@@ -189,6 +190,14 @@ class Session:
             "model numbers": model_fingerprint(self.run),
             "reference weights": reference or "none",
         }
+
+
+def _completed(saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved config with the keys that octavo has had since, at their defaults; as it is where it no longer loads."""
+    try:
+        return to_dict(from_dict(TrainConfig, saved, "the run's config"))
+    except ValueError:
+        return saved
 
 
 def _refuse(changes: list[str], path: Path, allow_changes: bool) -> None:

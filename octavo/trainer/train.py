@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from octavo.models.checkpoint import save_decoder
+from octavo.rl.policy_loss import fixed_bounds
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import to_dict
 from octavo.trainer.divergence import Diverged, StepRecord, save_diagnosis
@@ -137,8 +138,8 @@ def diagnosed(session: Session, record: StepRecord) -> Iterator[None]:
     try:
         yield
     except Diverged as error:
-        bounds = session.progress.bounds
-        context = {"clip/low": bounds.low, "clip/high": bounds.high}
+        bounds = fixed_bounds(session.run.config.algorithm.loss, session.progress.bounds)
+        context = {} if bounds is None else {"clip/low": bounds.low, "clip/high": bounds.high}
         raise save_diagnosis(session.folder.path, error, record, context) from error
 
 

@@ -169,6 +169,9 @@ def test_bounds_that_never_move_say_why(tmp_path):
     rows = [metrics_line(0, random.Random(0))]
     off = run_of(tmp_path / "off", rows, run_config(tmp_path, calibration=None))
     assert charts.bounds([off]).notes == ["calibration is off, so the bounds stay."]
+    loss = {"loss": {"type": "m2po"}}
+    chosen = run_of(tmp_path / "chosen", rows, run_config(tmp_path, calibration=None, algorithm=loss))
+    assert charts.bounds([chosen]).notes == ["the loss chooses its bounds for each mini-batch; these are the last's."]
     assert charts.bounds([run_of(tmp_path / "on", rows)]).notes == ["no calibration was due yet."]
 
 

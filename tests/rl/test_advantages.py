@@ -1,11 +1,18 @@
-"""Group-relative advantages against values worked out by hand."""
+"""Advantages against values worked out by hand."""
 
 import math
 
 import pytest
 import torch
 
-from octavo.rl.advantages import GRPOConfig, group_relative
+from octavo.rl.advantages import (
+    GRPOConfig,
+    ReinforcePlusPlusConfig,
+    RLOOConfig,
+    estimate_advantages,
+    group_relative,
+    subtract_kl,
+)
 
 
 def test_rewards_of_a_group_are_centred_and_scaled():
@@ -76,3 +83,60 @@ def test_rewards_without_groups_are_refused():
 def test_std_eps_is_checked(std_eps):
     with pytest.raises(ValueError, match="std_eps"):
         GRPOConfig(std_eps=std_eps)
+
+
+def test_leave_one_out_by_hand():
+    # Others' means: of 1: (3 + 0 + 4) / 3 = 7/3; of 3: 5/3; of 0: 8/3; of 4: 4/3.
+    advantages = estimate_advantages(torch.tensor([[1.0, 3.0, 0.0, 4.0]]), torch.ones(1, 4), RLOOConfig())
+    torch.testing.assert_close(advantages, torch.tensor([[-4 / 3, 4 / 3, -8 / 3, 8 / 3]]))
+    assert estimate_advantages(torch.full((1, 3), 0.1), torch.ones(1, 3), RLOOConfig()).tolist() == [[0.0] * 3]
+
+
+def test_leave_one_out_refuses_a_group_of_one():
+    with pytest.raises(ValueError, match="no others. Set group_size >= 2"):
+        estimate_advantages(torch.ones(2, 1), torch.ones(2, 1), RLOOConfig())
+
+
+def test_batch_normalised_by_hand():
+    # Less the group's mean: 1, -1 and 0, 0. Over tokens 1 1 1 -1 0 0 (lengths 3, 1, 1, 1): mean 1/3; squared distances
+    # 3 (4/9) + 16/9 + 2 (1/9) = 30/9; variance over 5: 2/3. Dividing by sqrt(2/3): (2/3, -4/3, -1/3) / 0.8164966.
+    rewards, num_tokens = torch.tensor([[3.0, 1.0], [2.0, 2.0]]), torch.tensor([[3, 1], [1, 1]])
+    advantages = estimate_advantages(rewards, num_tokens, ReinforcePlusPlusConfig(std_eps=1e-12))
+    std = math.sqrt(2 / 3)
+    wanted = torch.tensor([[2 / 3 / std, -4 / 3 / std], [-1 / 3 / std, -1 / 3 / std]])
+    torch.testing.assert_close(advantages, wanted)
+    larger = estimate_advantages(rewards, num_tokens, ReinforcePlusPlusConfig(std_eps=std))
+    torch.testing.assert_close(larger, wanted / 2)
+
+
+def test_a_batch_of_equal_groups_has_no_advantage():
+    rewards = torch.tensor([[0.1, 0.1, 0.1], [1.0, 1.0, 1.0]])
+    assert not estimate_advantages(rewards, torch.ones(2, 3), ReinforcePlusPlusConfig()).any()
+
+
+def test_std_eps_of_the_batch_is_checked():
+    with pytest.raises(ValueError, match="std_eps"):
+        ReinforcePlusPlusConfig(std_eps=0.0)
+
+
+def test_kl_in_the_reward_costs_a_token_what_is_to_come():
+    # Two sequences of prompts 2 and 1: k1 of the completions 0.1, 0.2, 0.3 and 0.4, -1.0; coefficient 0.5.
+    # To come: 0.6, 0.5, 0.3 and -0.6, -1.0. Prompt tokens keep their 0.
+    mask = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1])
+    ref = torch.linspace(-4.0, -1.0, 8)
+    old = ref + torch.tensor([7.0, 7.0, 0.1, 0.2, 0.3, math.nan, 0.4, -1.0])
+    advantages = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 0.0, -1.0, -1.0])
+    found = subtract_kl(advantages, old, ref, mask, torch.tensor([0, 5, 8]), 0.5)
+    wanted = torch.tensor([0.0, 0.0, 0.7, 0.75, 0.85, 0.0, -0.7, -0.5])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert found.dtype == torch.float32
+
+
+def test_kl_in_the_reward_does_not_depend_on_packing():
+    generator = torch.Generator().manual_seed(0)
+    advantages, old, ref = torch.randn(3, 60, generator=generator)
+    mask = torch.rand(60, generator=generator) < 0.8
+    whole = subtract_kl(advantages, old, ref, mask, torch.tensor([0, 25, 60]), 0.1)
+    for part in (slice(0, 25), slice(25, 60)):
+        edges = torch.tensor([0, part.stop - part.start])
+        assert torch.equal(subtract_kl(advantages[part], old[part], ref[part], mask[part], edges, 0.1), whole[part])

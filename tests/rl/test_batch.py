@@ -1,6 +1,7 @@
 """Packing: every token once, aligned with its log-probability, groups whole, microbatches within their limit."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -194,3 +195,19 @@ def test_under_dynamic_tensorwise_they_do_depend():
     groups = [[completion_of([1, 2, 3], list(range(5, 40)))], [completion_of([4], list(range(40, 90)))]]
     packed, alone = (logprobs_by_sequence(decoder, groups, limit) for limit in (10_000, 1))
     assert any(not torch.equal(packed[tokens], alone[tokens]) for tokens in packed)
+
+
+def test_truncated_completions_are_left_out_of_the_loss():
+    groups, advantages = random_groups(3, 4, 3)
+    stopped = [
+        [replace(c, finish_reason="stop") if (p + g) % 2 else c for g, c in enumerate(group)]
+        for p, group in enumerate(groups)
+    ]
+    stopped[2] = groups[2]  # all of the third prompt were cut off
+    kept = [c for group in stopped for c in group if c.finish_reason == "stop"]
+    batches = pack(stopped, advantages, num_mini_batches=4, microbatch_tokens=40, leave_out_truncated=True)
+    assert [batch.num_sequences for batch in batches] == [1, 2, 2]  # none of the third
+    assert sum(batch.num_loss_tokens for batch in batches) == sum(len(c.tokens) for c in kept)
+    sampled = torch.cat([batch.gather("tokens")[batch.gather("loss_mask")] for batch in batches])
+    assert sorted(sampled.tolist()) == sorted(token for c in kept for token in c.tokens)
+    assert pack(groups, advantages, num_mini_batches=4, microbatch_tokens=40, leave_out_truncated=True) == []

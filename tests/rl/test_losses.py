@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from octavo.rl.loss_clipped import beyond
 from octavo.rl.losses import (
     ClipBounds,
     ClipConfig,
@@ -12,50 +13,12 @@ from octavo.rl.losses import (
     clip_metrics,
     kl_estimate,
     loss_tokens,
-    ppo_clip,
     reduce_loss,
     share,
 )
 
 BOUNDS = ClipBounds(low=0.8, high=1.28)
 COUNTS = {"num_loss_tokens": 10, "num_sequences": 3, "max_completion_tokens": 8}
-
-
-@pytest.mark.parametrize(
-    "ratio, advantage, weight, loss, gradient",
-    [
-        # d/dlogprobs of -w r A is -w r A where the unclipped term is the smaller one, else 0.
-        (1.1, 2.0, 1.0, -2.2, -2.2),  # A > 0 inside: -1.1 * 2
-        (1.5, 2.0, 1.0, -2.56, 0.0),  # A > 0 above: -1.28 * 2, no gradient
-        (0.5, 2.0, 1.0, -1.0, -1.0),  # A > 0 below: min(1.0, 1.6) is unclipped
-        (0.9, -2.0, 1.0, 1.8, 1.8),  # A < 0 inside: 0.9 * 2
-        (0.5, -2.0, 1.0, 1.6, 0.0),  # A < 0 below: 0.8 * 2, no gradient
-        (1.5, -2.0, 1.0, 3.0, 3.0),  # A < 0 above: min(-3.0, -2.56) is unclipped
-        (1.1, 2.0, 0.5, -1.1, -1.1),  # the weight halves loss and gradient
-        (1.1, 0.0, 1.0, 0.0, 0.0),
-    ],
-)
-def test_ppo_clip_and_its_gradient(ratio, advantage, weight, loss, gradient):
-    logprobs = torch.tensor([math.log(ratio) - 3.0], dtype=torch.float64, requires_grad=True)
-    old_logprobs = torch.tensor([-3.0], dtype=torch.float64)
-    advantages, weights = (torch.tensor([x], dtype=torch.float64) for x in (advantage, weight))
-    losses = ppo_clip(logprobs, old_logprobs, advantages, BOUNDS, weights)
-    losses.sum().backward()
-    assert losses.tolist() == pytest.approx([loss], rel=1e-12)
-    assert logprobs.grad.tolist() == pytest.approx([gradient], rel=1e-12)
-
-
-def test_ppo_clip_keeps_tokens_apart():
-    # Ratios 1 and e^0.5 = 1.6487; A = 1 and 3; the second is clipped to 1.28 * 3 = 3.84.
-    losses = ppo_clip(
-        torch.tensor([-1.0, -1.5]), torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 3.0]), BOUNDS, torch.ones(2)
-    )
-    torch.testing.assert_close(losses, torch.tensor([-1.0, -3.84]))
-
-
-def test_ppo_clip_shows_a_nan():
-    losses = ppo_clip(torch.tensor([math.nan]), torch.zeros(1), torch.ones(1), BOUNDS, torch.ones(1))
-    assert losses.isnan().all()
 
 
 def test_clip_config_gives_absolute_bounds():
@@ -75,12 +38,17 @@ def test_clip_config_is_checked(field, value):
         ClipConfig(**{field: value})
 
 
+def metrics_of(ratio, advantages, loss_mask, bounds=BOUNDS):
+    """clip_metrics of what `ppo_clip` drops at these bounds."""
+    return clip_metrics(beyond(ratio, advantages, bounds), ratio, advantages, loss_mask)
+
+
 def test_clip_metrics_count_by_sign():
     # Loss tokens, as (r, A): (0.7, -1) low, (0.9, -1), (1.5, -1) unclipped, (1.5, 1) high, (0.7, 1) unclipped,
     # (0.7, 0) no advantage. The last token is clipped but masked out.
     ratio = torch.tensor([0.7, 0.9, 1.5, 1.5, 0.7, 0.7, 0.7])
     advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0, 0.0, -1.0])
-    metrics = clip_metrics(ratio, advantages, torch.tensor([1, 1, 1, 1, 1, 1, 0]), BOUNDS)
+    metrics = metrics_of(ratio, advantages, torch.tensor([1, 1, 1, 1, 1, 1, 0]))
     assert metrics == {
         "loss/clip_fraction": 2 / 6,
         "loss/clip_fraction_low": 1 / 3,
@@ -90,15 +58,15 @@ def test_clip_metrics_count_by_sign():
 
 def test_a_ratio_on_a_bound_is_not_clipped():
     ratio = torch.tensor([0.75, 1.5])
-    metrics = clip_metrics(ratio, torch.tensor([-1.0, 1.0]), torch.ones(2), ClipBounds(low=0.75, high=1.5))
+    metrics = metrics_of(ratio, torch.tensor([-1.0, 1.0]), torch.ones(2), ClipBounds(low=0.75, high=1.5))
     assert set(metrics.values()) == {0.0}
 
 
 def test_clip_metrics_are_zero_without_tokens_and_nan_with_a_nan():
     ratio, advantages = torch.tensor([0.5, math.nan]), torch.tensor([-1.0, -1.0])
-    assert set(clip_metrics(ratio, advantages, torch.tensor([0, 0]), BOUNDS).values()) == {0.0}
-    assert all(math.isnan(value) for value in clip_metrics(ratio, advantages, torch.ones(2), BOUNDS).values())
-    assert clip_metrics(ratio, advantages, torch.tensor([1, 0]), BOUNDS)["loss/clip_fraction_low"] == 1.0
+    assert set(metrics_of(ratio, advantages, torch.tensor([0, 0])).values()) == {0.0}
+    assert all(math.isnan(value) for value in metrics_of(ratio, advantages, torch.ones(2)).values())
+    assert metrics_of(ratio, advantages, torch.tensor([1, 0]))["loss/clip_fraction_low"] == 1.0
 
 
 def test_kl_estimates():
@@ -139,6 +107,14 @@ def test_kl_config_refuses_k1_as_a_loss():
     with pytest.raises(ValueError, match="expectation under the policy is zero.*Use estimator 'k2' or 'k3'"):
         KLConfig(coefficient=0.01, estimator="k1")
     assert KLConfig(estimator="k1").coefficient == 0.0
+
+
+def test_kl_in_the_reward_wants_k1():
+    assert KLConfig(coefficient=0.01, estimator="k1", placement="reward").placement == "reward"
+    with pytest.raises(ValueError, match="placement 'reward' .* got estimator 'k3'. Use estimator 'k1'"):
+        KLConfig(coefficient=0.01, placement="reward")
+    with pytest.raises(ValueError, match="placement is one of .* got 'prompt'"):
+        KLConfig(placement="prompt")
 
 
 @pytest.mark.parametrize("fields", [{"coefficient": -0.1}, {"coefficient": math.nan}, {"estimator": "k4"}])

@@ -14,10 +14,12 @@ from training_runs import in_a_child, read_lines, same_run, signal_at, tiny_conf
 
 from octavo.rollout.engine import Engine
 from octavo.trainer import checkpoint, loop, train
-from octavo.trainer.checkpoint import list_checkpoints
+from octavo.trainer.checkpoint import list_checkpoints, newest_checkpoint
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
+from octavo.trainer.output import RunFolder
+from octavo.trainer.resume import find_resume_point
 
 
 def resumable(folder, **changes):
@@ -322,6 +324,25 @@ def test_a_kill_before_the_first_line_leaves_a_folder_that_resume_begins_in(tmp_
         run(config)
     assert (tmp_path / "run/metrics.jsonl").exists()
     assert "starting from the beginning" in run(config, resume=True)
+
+
+def test_keys_that_came_after_the_checkpoint_had_their_defaults(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole, tmp_path / "run")
+    saved, damage = newest_checkpoint(tmp_path / "run")
+    algorithm = saved.state["config"]["algorithm"]
+    del algorithm["overlong"], algorithm["kl"]["placement"]
+    monkeypatch.setattr("octavo.trainer.resume.newest_checkpoint", lambda folder: (saved, damage))
+
+    def changes(**settings):
+        with RunFolder(tmp_path / "run") as folder:
+            return find_resume_point(folder, resumable(tmp_path / "run", **settings), allow_changes=False).changes
+
+    assert changes() == []
+    with pytest.raises(ValueError, match=r"differs from this one in algorithm.overlong.buffer_tokens: 0 -> 4\. Give"):
+        changes(algorithm__overlong={"buffer_tokens": 4})
+    algorithm["gone"] = 1  # a key of an older octavo
+    with pytest.raises(ValueError, match="algorithm.gone: 1 -> absent"):
+        changes()
 
 
 def test_a_trained_model_without_a_checkpoint_is_not_cleared_by_a_resume(whole, tmp_path):
