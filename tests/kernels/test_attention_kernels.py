@@ -50,14 +50,12 @@ def test_warps():
 @needs_triton
 def test_every_kernel_compiles_for_hopper():
     found = json.loads(in_another_process(REPO / "tests/kernels/attention_aot.py"))
-    assert len(found) == 14
+    assert len(found) == 8
     for name, counts in found.items():
         kind, kv_format = name.split()[:2]
         tall = kind in ("prefill", "packed", "grad_q", "grad_kv")
-        assert (counts["wgmma.mma_async"] > 0) == tall and (counts["mma.sync"] > 0) == (kind == "decode"), (
-            name,
-            counts,
-        )
+        by = counts["wgmma.mma_async"] > 0, counts["mma.sync"] > 0
+        assert by == (tall, kind == "decode"), (name, counts)
         if tall or kind == "decode":
             inputs = {"fp8": "f32.f16.f16", "bf16": "f32.bf16.bf16"}[kv_format]
             assert counts[inputs] == counts["wgmma.mma_async"] + counts["mma.sync"], (name, counts)
@@ -75,7 +73,7 @@ def test_forward_in_the_interpreter():
         "    p = problem(lengths, heads, kv_format, 8)\n"
         "    check_values(p, kv_format)\n"
         "    check_reference(p, kv_format)\n"
-        "    check_same_bits(p, rows=(16, 64, 128), chunks=(30,))\n"
+        "    check_same_bits(p, rows=(16, 128), chunks=(30,))\n"
         "    check_every_length(p, [[64, 0, 9, 62], [66, 63]])\n"
         "    check_damage_is_seen(p)\n"
         "    check_bad_values(p)\n"
@@ -91,6 +89,27 @@ def test_backward_and_heads_in_the_interpreter():
         "check_heads(19, (4, 2, 64), 'fp8', False)\n"
         "check_heads(5, (3, 1, 96), 'bf16', True)\n"
         "check_heads(5, (3, 1, 24), 'fp8', True)\n"
+    )
+
+
+@needs_triton
+def test_gradients_and_pages_in_the_interpreter():
+    interpreted(
+        "from attention_layers import *\n"
+        "check_gradients('fp8', [40, 3, 27], (4, 2, 64))\n"
+        "check_gradients('bf16', [66], (3, 1, 24))\n"
+        "check_cache_equals_packed('fp8', [70, 1, 2], (4, 2, 64))\n"
+    )
+
+
+@needs_triton
+def test_rollout_equals_training_in_the_interpreter():
+    interpreted(
+        "import pytest\n"
+        "from attention_layers import *\n"
+        "for kv_format in ('bf16', 'fp8'):\n"
+        "    with pytest.MonkeyPatch.context() as patch:\n"
+        "        check_rollout_equals_training(kv_format, patch)\n"
     )
 
 
