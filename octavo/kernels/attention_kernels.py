@@ -103,7 +103,7 @@ def _attend_block(
         slot = origin + key
     k = load_rows(k_ptr, slot * HKV + kv_head, inside, DH, BLOCK_D, MASKED)
     if FP8:
-        k = k.to(tl.float16)
+        k = _half(k)
         factor *= tl.load(k_scale_ptr + slot * HKV + kv_head, mask=inside, other=1.0)[None, :]
     scores = product(q, tl.trans(k), tl.zeros([q.shape[0], _KV_BLOCK], tl.float32)) * factor
     visible = key[None, :] <= position[:, None]
@@ -116,7 +116,7 @@ def _attend_block(
     v = load_rows(v_ptr, slot * HKV + kv_head, inside, DH, BLOCK_D, MASKED)
     if FP8:
         v_scale = tl.load(v_scale_ptr + slot * HKV + kv_head, mask=inside, other=0.0)
-        v, broken = v.to(tl.float16), v_scale != v_scale
+        v, broken = _half(v), v_scale != v_scale
         if MASKED:
             seen = tl.where(visible, v_scale[None, :], 0.0)
             grown = tl.maximum(unit, tl.max(seen, axis=1))  # which drops NaN
@@ -144,6 +144,27 @@ def product(a, b, acc):
         return acc + tl.dot(a.to(tl.float32).to(tl.float64), b.to(tl.float32).to(tl.float64)).to(tl.float32)
     else:
         return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _half(codes):
+    """E4M3 codes as FP16.
+
+    Not by `codes.to(tl.float16)`: Triton then knows that they were bytes, and has the products of small tiles take keys
+    in another order than those of large ones.
+    """
+    if _CURE:
+        return codes.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+            "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def transformed(q: Tensor, k: Tensor, transform: HeadTransform, kv_format: Stora
         q, k = rms_norm(q, transform.q_gain, transform.norm_eps), rms_norm(k, transform.k_gain, transform.norm_eps)
     q, k = (rotate(x, transform.cos, transform.sin) for x in (q, k))
     if kv_format == "fp8":
-        transform.num_saturated.add_((q.detach().abs() > FP16_MAX).sum())
+        transform.num_saturated.add_((q.detach().float().abs() > FP16_MAX).sum())  # to BF16, 65504 is 65536
     return q, k
 
 

@@ -215,7 +215,7 @@ class FP8Linear(nn.Module):
 
     def _dgrad(self, grad_y: QuantizedMatrix | Tensor, dtype: torch.dtype) -> Tensor:
         if not self.uses_kernels:
-            return (_values(grad_y) @ self.backward_weight()).to(dtype)
+            return (values_of(grad_y) @ self.backward_weight()).to(dtype)
         if isinstance(grad_y, Tensor):
             return grad_y @ self.weight_hp
         w = self._prepared("dgrad", self._prepare_dgrad)
@@ -224,7 +224,7 @@ class FP8Linear(nn.Module):
     def _wgrad(self, grad_y: QuantizedMatrix | Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         x = self.saved(saved_x)
         if not self.uses_kernels:
-            return _values(grad_y).T @ _values(x)
+            return values_of(grad_y).T @ values_of(x)
         if isinstance(grad_y, Tensor) or isinstance(x, Tensor):
             assert isinstance(grad_y, Tensor) and isinstance(x, Tensor)
             return torch.mm(grad_y.T, x, out_dtype=torch.float32)
@@ -241,10 +241,6 @@ class FP8Linear(nn.Module):
             return grad_y
         return quantize_matrix(grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits)
 
-    def gradient_values(self, grad_y: Tensor, recipe: GemmRecipe) -> Tensor:
-        """`gradient`, decoded to fp32."""
-        return _values(self.gradient(grad_y, recipe))
-
     def saved(self, saved_x: QuantizedMatrix | Tensor) -> QuantizedMatrix | Tensor:
         """What `save_activation` kept, as WGrad multiplies it."""
         assert self.recipe.wgrad is not None, self.recipe.name
@@ -252,10 +248,6 @@ class FP8Linear(nn.Module):
         if isinstance(saved_x, Tensor) and self.quantized and right is not None:
             return quantize_matrix(pad_tokens(saved_x), right, self.recipe.scale_rounding)
         return saved_x
-
-    def saved_values(self, saved_x: QuantizedMatrix | Tensor) -> Tensor:
-        """`saved`, decoded to fp32."""
-        return _values(self.saved(saved_x))
 
     def save_activation(self, x: Tensor) -> QuantizedMatrix | Tensor:
         """X in the layout and format that WGrad multiplies."""
@@ -300,12 +292,18 @@ class FP8Linear(nn.Module):
         return "dgrad_q" if "dgrad_q" in self._buffers else "weight_q"
 
     def _prepared(self, role: str, prepare: Callable[[], Any]) -> Any:
-        """`prepare()`, called anew only after the bytes, scales or high-precision copy were written to."""
+        """`prepare()`, called anew only after the bytes, scales or high-precision copy were written to.
+
+        On a GPU the result stays where it was: a CUDA graph that reads it reads the new one.
+        """
         versions = [
             _state(buffer) for name, buffer in self._buffers.items() if buffer is not None and name.startswith(WEIGHTS)
         ]
         if role not in self._cache or self._cache[role][0] != versions:
-            self._cache[role] = (versions, prepare())
+            ready = prepare()
+            if role in self._cache and isinstance(ready, Operand) and self.uses_kernels:
+                ready = ready.written_to(self._cache[role][1])
+            self._cache[role] = (versions, ready)
         return self._cache[role][1]
 
     def _prepare_fprop(self) -> Operand:
@@ -385,7 +383,7 @@ def _state(tensor: Tensor) -> State:
     return tensor.data_ptr(), tensor._version
 
 
-def _values(matrix: QuantizedMatrix | Tensor) -> Tensor:
+def values_of(matrix: QuantizedMatrix | Tensor) -> Tensor:
     """fp32."""
     return matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
 

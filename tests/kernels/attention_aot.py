@@ -4,6 +4,7 @@ python tests/kernels/attention_aot.py [all]    # all: every variant, not the one
 """
 
 import json
+import re
 import sys
 from functools import partial
 from itertools import product
@@ -24,7 +25,8 @@ ROWS = {"logsumexp_ptr": "*fp32", "delta_ptr": "*fp32"}
 
 
 def compiled(kernel, signature, constants, **options):
-    """How often each instruction of interest stands in the kernel's PTX, and its bytes of stack and shared memory."""
+    """How often each instruction of interest stands in the kernel's PTX, its bytes of stack and shared memory, and how
+    many neighbouring columns of an operand each thread gives to a product, which decides in what order they add up."""
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(
         fn=kernel,
@@ -34,7 +36,8 @@ def compiled(kernel, signature, constants, **options):
     )
     result = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     counts = {text: result.asm["ptx"].count(text) for text in WANTED}
-    return counts | {"stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
+    together = sorted({int(width) for width in re.findall(r"kWidth = (\d+)", result.asm["ttgir"])})
+    return counts | {"together": together, "stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
 
 
 def shape(head_dim, heads=32, kv_heads=8):
