@@ -1,4 +1,4 @@
-"""The command line: octavo train | evaluate | generate | describe | check | report | export | bench."""
+"""The command line: octavo train | evaluate | generate | describe | check | diagnose | report | export | bench."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from octavo import __version__
 from octavo.bench.commands import bench
+from octavo.diagnose.commands import diagnose
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.completion import complete_config, complete_override
 from octavo.trainer.errors import reason
@@ -117,6 +118,7 @@ def train(
     epilog=examples(
         "octavo evaluate examples/demo.yaml",
         "octavo evaluate examples/gsm8k.yaml model.path=runs/gsm8k/model --output samples.jsonl",
+        "octavo evaluate examples/gsm8k.yaml 'evaluation.sets=[math500, aime24]' evaluation.completions_per_problem=8",
     )
 )
 def evaluate(
@@ -126,22 +128,20 @@ def evaluate(
         Path | None,
         typer.Option(help="Write every completion here, a JSON object a line; after a stop the same command goes on."),
     ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Measure under this recipe too, as bf16, and print the paired difference."),
+    ] = None,
 ) -> None:
-    """Measure a model on the task's held-out problems, under the config's precision flow; prints JSON."""
-    from rich.console import Console
-
+    """Measure a model on the task's held-out problems, or on evaluation.sets; prints JSON, and a table on stderr."""
     from octavo.trainer.config import TrainConfig
     from octavo.trainer.config_file import load_config
-    from octavo.trainer.evaluation import evaluate as measure
-    from octavo.trainer.evaluation import evaluate_to_file
-    from octavo.trainer.metrics import Display
-    from octavo.trainer.run import load_run
+    from octavo.trainer.evaluation import run_evaluation
 
     settings = load_config(TrainConfig, config, overrides or [])
     if output is not None:
         check_output(output)
-    run = load_run(settings, Display(Console(stderr=True, highlight=False, soft_wrap=True)))
-    print(json.dumps(measure(run) if output is None else evaluate_to_file(run, output)))
+    print(json.dumps(run_evaluation(settings, output, compare)))
 
 
 @app.command(
@@ -312,6 +312,7 @@ def export(
 
 
 app.add_typer(bench, name="bench")
+app.add_typer(diagnose, name="diagnose")
 
 
 @app.callback(invoke_without_command=True)

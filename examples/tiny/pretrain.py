@@ -126,12 +126,17 @@ def sample(model, tokenizer, problems: list[Problem], do_sample: bool) -> list[s
     return tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
 
 
+def rewards_of(task: Task, problems: list[Problem], texts: list[str]) -> list[float]:
+    """Reward of one completion of each problem."""
+    return [task.check(problem, text).reward for problem, text in zip(problems, texts, strict=True)]
+
+
 def print_held_out(model, tokenizer, task: Task) -> None:
     """Accuracy on the held-out problems: sampled, greedy, and any of 8 samples right."""
     problems = list(task.test)
     rounds = [sample(model, tokenizer, problems, do_sample=True) for _ in range(8)]
-    rewards = torch.tensor([list(map(task.score, problems, texts)) for texts in rounds])  # [8, P]
-    greedy = torch.tensor(list(map(task.score, problems, sample(model, tokenizer, problems, do_sample=False))))
+    rewards = torch.tensor([rewards_of(task, problems, texts) for texts in rounds])  # [8, P]
+    greedy = torch.tensor(rewards_of(task, problems, sample(model, tokenizer, problems, do_sample=False)))
     mixed = (rewards.std(dim=0) > 0).float().mean()
     worked = [[text.startswith(":") for text in texts] for texts in rounds]
     num_tokens = sum(len(text) + 1 for texts in rounds for text in texts) / rewards.numel()

@@ -23,13 +23,16 @@ from octavo.models.config import DecoderConfig, read_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import Recipe
+from octavo.rl.gae import GAEConfig
 from octavo.tasks.problem import Task
-from octavo.tasks.prompts import encode_prompt, stop_token_ids
+from octavo.tasks.prompts import encode_messages, stop_token_ids
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
+from octavo.trainer.critic import check_critic_vocabulary
 from octavo.trainer.errors import reason
 from octavo.trainer.output import RunFolder
 from octavo.trainer.precision import declared_flow
+from octavo.trainer.problems import evaluated_tasks, overlap_text
 from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, use_device
 
 PROMPTS_TRIED = 200
@@ -59,7 +62,7 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         shape, hf_config = read_config(config.model.path)
         flow = declared_flow(config)
         yield flow_row(config, flow)
-        estimate = estimate_memory(config, shape, two_forwards=bool(flow.differences()))
+        estimate = estimate_memory(config, shape, bool(flow.differences()), critic_shape(config, shape))
         yield weights_row(config.model.path, shape, estimate.num_parameters)
         check_modules(config, shape, hf_config, config.precision.train_recipe())
         tokenizer = load_tokenizer(config.model.path)
@@ -92,6 +95,19 @@ def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:
         step = "take precision.recipe=block128, or tensorwise_static for one scale per tensor"
         return _row("precision flow", "WARN", f"{detail}; not exact: its activation scales depend on the batch", step)
     return _row("precision flow", "OK", f"{detail}; exact")
+
+
+def critic_shape(config: TrainConfig, shape: DecoderConfig) -> DecoderConfig | None:
+    """Of the critic's model; None without a critic.
+
+    Raises:
+        ValueError: its config cannot be read, or its vocabulary is smaller than the policy's.
+    """
+    if not isinstance(config.algorithm.advantage, GAEConfig):
+        return None
+    found = shape if config.critic.path is None else read_config(config.critic.path)[0]
+    check_critic_vocabulary(config, found.vocab_size, shape.vocab_size)
+    return found
 
 
 def check_modules(config: TrainConfig, shape: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe) -> None:
@@ -144,26 +160,39 @@ def tokenizer_row(config: TrainConfig, tokenizer: Any, hf_config: PretrainedConf
 
 
 def task_rows(config: TrainConfig, shape: DecoderConfig | None, tokenizer: Any) -> Iterator[Row]:
-    """The task's problems, and whether their prompts fit."""
+    """The task's problems, those that are evaluated, and whether their prompts fit."""
     try:
         task = config.task.build()
+        sets = evaluated_tasks(config, task)
     except UNUSABLE as error:
-        yield _fail("task", error, "correct the task section")
+        yield _fail("task", error, "correct the task section, or evaluation.sets")
         return
-    counts = f"{task.name} from {task.source}: {len(task.train)} training, {len(task.test)} test problems"
+    num_test = sum(len(each.test) for each in sets)
+    counts = f"{task.name} from {task.source}: {len(task.train)} training, {num_test} test problems"
+    if not task.train or (config.evaluation.interval and not num_test):
+        step = "name splits for both, give evaluation.sets, or set evaluation.interval=0"
+        yield _row("task", "FAIL", counts, step)
+        return
     yield _row("task", "OK", counts)
+    notes = dict.fromkeys(note for each in (task, *sets) for note in each.notes)
+    for note in notes:
+        yield _row("task", "WARN", note, "correct the rows")
+    both = overlap_text(task.train, [problem for each in sets for problem in each.test])
+    if both and not config.evaluation.drop_overlap:
+        yield _row("task", "WARN", both, "set evaluation.drop_overlap=true, which leaves them out of training")
     if shape is not None and tokenizer is not None:
-        yield prompts_row(config, task, shape, tokenizer)
+        yield prompts_row(config, task, sets, shape, tokenizer)
 
 
-def prompts_row(config: TrainConfig, task: Task, shape: DecoderConfig, tokenizer: Any) -> Row:
+def prompts_row(config: TrainConfig, task: Task, sets: list[Task], shape: DecoderConfig, tokenizer: Any) -> Row:
     """Some prompts of each split against the model's vocabulary and rollout.max_prompt_tokens."""
     prompts = []
-    for problems in (task.train, task.test):
+    for owner, problems in ((task, task.train), *((each, each.test) for each in sets)):
         for problem in problems[:: max(1, len(problems) // PROMPTS_TRIED)]:
-            text, template = task.prompt_text(problem), config.model.chat_template
+            model = config.model
             try:
-                prompts.append(encode_prompt(tokenizer, text, task.system_prompt, template))
+                messages = owner.messages(problem)
+                prompts.append(encode_messages(tokenizer, messages, model.chat_template, model.enable_thinking))
             except UNUSABLE as error:
                 return _fail("prompts", error, "set model.chat_template=auto, or drop the problem")
     try:
@@ -196,7 +225,8 @@ def output_row(config: TrainConfig) -> Row:
 def disk_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
     """Room for the checkpoints and the trained model."""
     try:
-        sizes = RunFolder(config.output_dir).check_room(config, estimate.num_parameters, estimate.model_bytes)
+        num_parameters = estimate.num_parameters + estimate.num_critic_parameters
+        sizes = RunFolder(config.output_dir).check_room(config, num_parameters, estimate.model_bytes)
     except UNUSABLE as error:
         return _fail("disk", error, "make room, lower checkpoint.keep_last, or give an output_dir on another disk")
     return _row("disk", "OK", sizes)

@@ -1,1 +1,1 @@
-"""Tasks: problems with answers that a program can check, and the score that becomes the reward."""
+"""Tasks: problems with answers that a program can check, and the verdict that becomes the reward."""

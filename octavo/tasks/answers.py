@@ -1,91 +1,170 @@
-"""Finds the final answer in a completion and compares it with a reference.
+"""Finds the final answer in a completion, and checks it against the reference.
 
-Both sides of a comparison are first read as numbers, exactly; only when that fails does math-verify parse
-them. Whatever cannot be read, or takes too long, is a wrong answer: one odd completion must never stop a run.
+The checks are what a task's `check` may be: `check_math`, `check_exact`, `check_choice`, `CheckNumeric`; GSM8K's is
+beside its data. None waits or crashes on purpose, but an expression may take for ever: `VerifierPool` bounds it.
 """
 
 import re
-import threading
-from decimal import Decimal
+from dataclasses import dataclass
+from fractions import Fraction
 
-MAX_EXPRESSION_CHARS = 256
-PARSE_TIMEOUT_S = 2
+from octavo.tasks.answers_compare import compare_answers
+from octavo.tasks.answers_plain import closing_brace, plain
+from octavo.tasks.answers_values import NUMBER_IN_TEXT, read_value
+from octavo.tasks.answers_values import parse_number as parse_number
+from octavo.tasks.problem import Problem
+from octavo.tasks.verdict import Verdict, judged
 
-_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-_NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*\$?\s*(?P<minus>-?)(?P<unsigned>{_UNSIGNED})\s*%?\.?")
-# Somewhere in a text. A minus after a digit, a letter or a bracket subtracts; it is no sign.
-_NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])-\s?)?\$?(?:(?<![\w)\]}}.])-)?{_UNSIGNED}%?")
-# What a computer algebra system may chew on for hours: factorials, huge exponents, towers of powers.
-_COSTLY = re.compile(r"!|\*\*|\^\s*\{?\s*-?[0-9]{4,}|\^[^ ]*\^|binom")
+SEARCHED_CHARS = 20_000
+"""At the end of a completion; an answer is the last thing it says."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[0-9A-Za-z]))")
+_BETWEEN_BOXES = re.compile(r"(?:[\s$,;]|\\[()\[\],;]|\b(?:and|or)\b)*")
+_PHRASE = re.compile(
+    r"\banswer\b[^\n.:=]{0,40}?(?:\bis\b|[:=])\s*(?:simply|just|equal to|approximately)?\s*:?", re.IGNORECASE
+)
+_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z\"'(*]|\s*$)|\n")
+_WORDS = r"(?:[A-Za-z]{2,}[\s,.:;'\"*]*|[\s.:;*])*"
+_NUMBER_AMONG_WORDS = re.compile(
+    rf"(?:{_WORDS}(?<=[\s*])(?!-\s))?(?P<number>{NUMBER_IN_TEXT.pattern})(?:[.*]*\s+{_WORDS}|[.*]*)"
+)
+_CHOICE = re.compile(r"\(([A-Za-z])\)|(?<![A-Za-z0-9'])([A-J])(?![A-Za-z0-9'])")
 
 
 def extract_answer(text: str) -> str | None:
-    """The final answer as written: the last \\boxed{}, else what follows the last ####, else the last number.
+    """The final answer as written: the last \\boxed{}, else what follows the last ####, else the last "answer is",
+    else the last formula or number, whichever comes later.
 
-    An empty or unclosed last box, and a last #### with nothing behind it, are no answer (None): the completion
-    announced one and did not give it, so a number from elsewhere in the text must not stand in.
+    Thoughts up to </think> are left aside, unless nothing follows them. Boxes with nothing but "and", "or" or a comma
+    between them are one answer of several parts. An empty or unclosed last box, and a last #### with nothing behind it,
+    are no answer (None): the completion announced one and did not give it, so a number from elsewhere in the text must
+    not stand in.
     """
-    start = text.rfind("\\boxed{")
-    if start >= 0:
-        return _balanced(text, start + len("\\boxed{")) or None
-    _, marker, tail = text.rpartition("####")
+    _, _, spoken = text[-SEARCHED_CHARS:].rpartition("</think>")
+    answers = re.findall(r"<answer>(.*?)</answer>", spoken, flags=re.DOTALL)
+    spoken = answers[-1] if answers else spoken
+    if _BOX.search(spoken):
+        return _boxed(spoken)
+    _, marker, tail = spoken.rpartition("####")
     if marker:
         lines = tail.strip().splitlines()
         return _number_before_unit(lines[0].strip()) if lines else None
-    numbers = _NUMBER_IN_TEXT.findall(text.replace("\u2212", "-").replace("\\$", "$"))
-    return numbers[-1] if numbers else None
-
-
-def parse_number(text: str) -> Decimal | None:
-    """The value of a text that is one number and nothing else, e.g. "-$1,234.50", "18%" (18) or "3." (3)."""
-    plain = text.strip().strip("*").removeprefix("\\(").removesuffix("\\)").strip()
-    for written, read in (("\u2212", "-"), ("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\!", ""), ("\\,", "")):
-        plain = plain.replace(written, read)
-    if len(plain) > 2 and plain[0] == plain[-1] == "$":
-        plain = plain[1:-1].strip()
-    match = _NUMBER.fullmatch(plain)
-    if match is None or (match["sign"] and match["minus"]):
-        return None
-    value = Decimal(match["unsigned"].replace(",", ""))
-    return value.copy_negate() if "-" in (match["sign"], match["minus"]) else value
+    if answers:
+        return answers[-1].strip() or None
+    phrases = list(_PHRASE.finditer(spoken))
+    if phrases and (said := _sentence(spoken[phrases[-1].end() :])):
+        return _number_before_unit(said)
+    return _last_formula_or_number(spoken)
 
 
 def math_equal(answer: str, reference: str) -> bool:
-    """Whether two answers are equal: as numbers if both are numbers, else through math-verify.
-
-    Args:
-        answer: what the completion gave, without \\boxed; numbers, LaTeX or plain expressions.
-        reference: the right answer, in the same forms.
-    """
-    answer_value, reference_value = parse_number(answer), parse_number(reference)
-    if answer_value is not None and reference_value is not None:
-        return answer_value == reference_value
-    if len(answer) > MAX_EXPRESSION_CHARS or _COSTLY.search(answer):
-        return answer.strip() == reference.strip()
-    from math_verify import parse, verify  # 0.5 s to import, and most answers are numbers
-
-    # math-verify's timeout is a signal, which only the main thread may set.
-    timeout_s = PARSE_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
-    try:
-        expected = parse(f"${reference}$", parsing_timeout=timeout_s)
-        given = parse(f"${answer}$", parsing_timeout=timeout_s)
-        return bool(verify(expected, given, timeout_seconds=timeout_s))
-    except Exception:  # noqa: BLE001 - a parser of free text: what it cannot read is wrong, whatever it raises
-        return False
+    """Whether two answers are equal; one that cannot be read is not. May be slow: see `answers_symbolic`."""
+    return compare_answers(answer, reference)[0] == "equal"
 
 
-def _balanced(text: str, start: int) -> str:
-    """The text from `start` up to the brace that closes the one before it; empty if none does."""
-    depth = 1
-    for end in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
-        if depth == 0:
-            return text[start:end].strip()
-    return ""
+def check_math(problem: Problem, completion_text: str) -> Verdict:
+    """Correct if the final answer equals the reference as a number, expression, set, tuple, matrix or word."""
+    answer = extract_answer(completion_text)
+    if answer is None:
+        return Verdict("unparsable", 0.0, "no answer")
+    equality, why = compare_answers(answer, problem.answer)
+    if equality == "unreadable":
+        return Verdict("unparsable", 0.0, why or "the answer cannot be compared")
+    return judged(equality == "equal")
+
+
+def check_exact(problem: Problem, completion_text: str) -> Verdict:
+    """Correct if the final answer, or the whole completion where none is marked, is the reference, letter by letter."""
+    answer = (
+        extract_answer(completion_text) if re.search(r"\\boxed|####|<answer>", completion_text) else completion_text
+    )
+    if answer is None or not answer.strip():
+        return Verdict("unparsable", 0.0, "no answer")
+    return judged(" ".join(answer.split()) == " ".join(problem.answer.split()))
+
+
+def check_choice(problem: Problem, completion_text: str) -> Verdict:
+    """Correct if the final answer is the reference's letter: "(B)", "\\text{B}", "B. Paris" and "B" are all B."""
+    spoken = completion_text[-SEARCHED_CHARS:].rpartition("</think>")[2]
+    answer = extract_answer(spoken) if re.search(r"\\boxed|####|<answer>", spoken) else None
+    if answer is None:
+        phrases = list(_PHRASE.finditer(spoken))
+        answer = _sentence(spoken[phrases[-1].end() :]) if phrases else spoken
+    bare = re.sub(r"\\text\{([^{}]*)\}", r"\1", plain(answer))
+    letters = {(match[1] or match[2]).upper() for match in _CHOICE.finditer(bare.strip().strip("*"))}
+    if len(bare) == 1 and bare.isalpha():
+        letters = {bare.upper()}
+    if not letters:
+        return Verdict("unparsable", 0.0, "no letter")
+    return judged(
+        letters == {problem.answer.strip().strip("()").upper()}, "" if len(letters) == 1 else "several letters"
+    )
+
+
+@dataclass(frozen=True)
+class CheckNumeric:
+    """Correct if the final answer is a number within a relative distance of the reference, which is one."""
+
+    relative_tolerance: float = 1e-2
+
+    def __call__(self, problem: Problem, completion_text: str) -> Verdict:
+        """The verdict on a completion."""
+        answer = extract_answer(completion_text)
+        number = None if answer is None else _one_number(answer)
+        references = [value for line in problem.answer.splitlines() if (value := _one_number(line)) is not None]
+        if number is None or not references:
+            return Verdict("unparsable", 0.0, "no number" if number is None else "the reference is no number")
+        tolerance = Fraction(self.relative_tolerance)
+        return judged(any(abs(number - reference) <= tolerance * abs(reference) for reference in references))
+
+
+def _one_number(text: str) -> Fraction | None:
+    numbers = [] if "\\" in text else NUMBER_IN_TEXT.findall(text)
+    value = read_value(plain(text)) or (read_value(plain(numbers[0])) if len(numbers) == 1 else None)
+    return None if value is None else value.number / (100 if value.percent else 1)
+
+
+def _boxed(text: str) -> str | None:
+    """What the last box holds; with the boxes before it, if only a comma or a word is between."""
+    found: list[str] = []
+    place = -1
+    for match in _BOX.finditer(text):
+        if match.start() < place:
+            continue  # inside the last one
+        end = closing_brace(text, match.end()) if match[0].endswith("{") else match.end() + 1
+        inside = "" if end is None else text[match.end() : end].strip()
+        joined = found and place >= 0 and _BETWEEN_BOXES.fullmatch(text, place, match.start())
+        found = [*found, inside] if joined else [inside]
+        place = len(text) if end is None else end + match[0].endswith("{")
+    if not all(found):
+        return None
+    return ", ".join(dict.fromkeys(found))
+
+
+def _sentence(text: str) -> str:
+    """The rest of a sentence that gives the answer, without what only decorates it."""
+    text = text.lstrip()
+    end = None
+    for match in _SENTENCE_END.finditer(text):
+        if text[: match.start()].count("$") % 2 == 0 and text[: match.start()].strip():
+            end = match.start()
+            break
+    return text[:end].strip().strip("*").strip()
 
 
 def _number_before_unit(line: str) -> str:
-    """ "72 dollars" -> "72"; a line with no number, or with several, is kept, so that hedging earns nothing."""
-    numbers = _NUMBER_IN_TEXT.findall(line.replace("\u2212", "-").replace("\\$", "$"))
-    words_only = re.fullmatch(r"[^0-9=+*/^\\]*", _NUMBER_IN_TEXT.sub("", line))
-    return numbers[0] if len(numbers) == 1 and words_only else line
+    """ "72 dollars" -> "72"; a line with anything but words and one number is kept, so that hedging earns nothing."""
+    match = _NUMBER_AMONG_WORDS.fullmatch(line.replace("\u2212", "-").replace("\\$", "$"))
+    return match["number"] if match else line
+
+
+def _last_formula_or_number(text: str) -> str | None:
+    formulas = list(_MATH.finditer(text))
+    last = formulas[-1] if formulas else None
+    plain_text = text.replace("\u2212", "-").replace("\\$", "$")
+    after = NUMBER_IN_TEXT.findall(text[last.end() :].replace("\u2212", "-")) if last is not None else []
+    if last is not None and not after:
+        return next(group for group in last.groups() if group is not None).strip()
+    numbers = after or NUMBER_IN_TEXT.findall(plain_text)
+    return numbers[-1] if numbers else None

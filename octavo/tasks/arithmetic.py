@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 from octavo.tasks.problem import Problem, Task
+from octavo.tasks.verdict import Verdict, judged
 
 HELD_OUT_SHARE = 0.1
 
@@ -41,10 +42,10 @@ def running_totals(text: str) -> list[int]:
     return totals if modulus is None else [value % int(modulus) for value in totals]
 
 
-def score_arithmetic(problem: Problem, completion_text: str) -> float:
-    """1.0 if the last integer of the completion is the answer: "=9" and ":5,0,9" are both right for 9."""
+def check_arithmetic(problem: Problem, completion_text: str) -> Verdict:
+    """Correct if the last integer of the completion is the answer: "=9" and ":5,0,9" are both right for 9."""
     integers = re.findall(r"-?[0-9]+", completion_text)
-    return float(bool(integers) and integers[-1] == problem.answer)
+    return judged(integers[-1] == problem.answer) if integers else Verdict("unparsable", 0.0, "no integer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class ArithmeticConfig:
             name="arithmetic",
             train=tuple(_draw_split(self, "train", self.num_train)),
             test=tuple(_draw_split(self, "test", self.num_test)),
-            score=score_arithmetic,
+            check=check_arithmetic,
         )
 
 
@@ -111,5 +112,11 @@ def _draw_split(config: ArithmeticConfig, split: str, num_problems: int) -> Iter
     while len(seen) < num_problems:
         text = draw_problem_text(rng, config)
         if text not in seen and is_held_out(text) == (split == "test"):
-            yield Problem(id=f"arithmetic/{split}/{len(seen)}", text=text, answer=str(running_totals(text)[-1]))
+            yield Problem(
+                id=f"arithmetic/{split}/{len(seen)}",
+                text=text,
+                answer=str(running_totals(text)[-1]),
+                task="arithmetic",
+                generated=True,
+            )
             seen.add(text)

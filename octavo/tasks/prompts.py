@@ -15,14 +15,27 @@ def encode_prompt(
     system_prompt: str | None = None,
     chat_template: ChatTemplate = "auto",
 ) -> list[int]:
+    """As `encode_messages`, of one user's message and perhaps a system message."""
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return encode_messages(tokenizer, [*system, {"role": "user", "content": text}], chat_template)
+
+
+def encode_messages(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, str]],
+    chat_template: ChatTemplate = "auto",
+    enable_thinking: bool | None = None,
+) -> list[int]:
     """Tokens of one prompt, up to the point where the completion begins.
 
     Args:
         tokenizer: a transformers tokenizer; it needs no pad token, since nothing is ever padded.
-        text: the user's message, or the plain text that a base model continues.
-        system_prompt: the system message; for plain text it stands before the text, a blank line between.
-        chat_template: "auto" uses the tokenizer's template if it has one, "always" insists on it, "never"
-            gives plain text.
+        messages: a system message or none, turns of user and assistant as examples, and the user's message that the
+            completion answers. In plain text an answer stands on the line after its message, and a blank line
+            separates the rest.
+        chat_template: "auto" uses the tokenizer's template if it has one, "always" insists on it, "never" gives plain
+            text.
+        enable_thinking: the switch of templates such as Qwen3's; None leaves the template's default.
 
     Returns:
         At least one token, beginning with at most one BOS.
@@ -35,11 +48,17 @@ def encode_prompt(
             f"chat_template='always' wants a tokenizer with a chat template; {tokenizer.name_or_path!r} has none. "
             f"Use an instruction-tuned model, or chat_template='auto' or 'never' for a base model."
         )
-    if has_template and chat_template != "never":
-        messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        messages.append({"role": "user", "content": text})
+    chat = has_template and chat_template != "never"
+    if enable_thinking is not None and not (chat and "enable_thinking" in str(tokenizer.chat_template)):
+        raise ValueError(
+            f"enable_thinking={enable_thinking} wants a chat template with that switch, such as Qwen3's; "
+            f"{tokenizer.name_or_path!r} {'has a template without it' if chat else 'is prompted without a template'}. "
+            f"Set it to null"
+        )
+    if chat:
+        switch: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
-            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
         except Exception as error:  # a program of others, which may refuse a system message
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path!r} cannot be used: {' '.join(str(error).split())}. "
@@ -47,12 +66,21 @@ def encode_prompt(
             ) from error
         tokens = tokenizer.encode(rendered, add_special_tokens=False)  # the template writes its own BOS
     else:
-        tokens = tokenizer.encode(text if system_prompt is None else f"{system_prompt}\n\n{text}")
+        tokens = tokenizer.encode(_plain_text(messages))
     if len(tokens) > 1 and tokens[0] == tokens[1] == tokenizer.bos_token_id:
         tokens = tokens[1:]  # the text began with BOS, and the tokenizer added its own
     if not tokens:
+        text = messages[-1]["content"]
         raise ValueError(f"a prompt wants at least one token; the text {text!r} gave none. Drop the empty problem.")
     return tokens
+
+
+def _plain_text(messages: Sequence[dict[str, str]]) -> str:
+    text = ""
+    for message in messages:
+        before = "" if not text else "\n" if message["role"] == "assistant" else "\n\n"
+        text += before + message["content"]
+    return text
 
 
 def stop_token_ids(

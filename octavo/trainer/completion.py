@@ -47,7 +47,8 @@ def _keys(module: str, name: str, prefix: str) -> Iterator[tuple[str, str]]:
             if node.target.id == "type_name":
                 yield f"{prefix}type", "Which variant of the section."
             continue
-        inner = [(owner, part) for part in sorted(names) if (owner := _owner(module, part)) is not None]
+        parts = [] if "tuple" in names else sorted(names)  # the items of a list have no keys of their own here
+        inner = [(owner, part) for part in parts if (owner := _owner(module, part)) is not None]
         for owner, part in inner:
             yield from _keys(owner, part, f"{prefix}{node.target.id}.")
         if not inner:

@@ -190,7 +190,7 @@ def _shorthand(cls: Any, keys: list[str]) -> str | None:
     for key in keys:
         wanted = [get_type_hints(each)[key] for each in classes if key in get_type_hints(each)]
         classes = [m for hint in wanted for m in (hint, *get_args(hint)) if dataclasses.is_dataclass(m)]
-    return next((each.shorthand for each in classes if hasattr(each, "shorthand")), None)
+    return next((each.shorthand for each in classes[:1] if hasattr(each, "shorthand")), None)
 
 
 def _section(variants: tuple[Any, ...], value: object, default: object, place: _Place) -> Any:

@@ -53,12 +53,12 @@ class Section:
         return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
     def keys(self) -> list[tuple[str, Any, Any, str]]:
-        """(dotted key, type, default, text) of every key that is no section itself."""
+        """(dotted key, type, default, text) of every key that is no section with a heading of its own."""
         types, docs = get_type_hints(self.config_class), field_docs(self.config_class)
         return [
             (join(self.path, field.name), types[field.name], self.default_of(field), docs.get(field.name, ""))
             for field in dataclasses.fields(self.config_class)
-            if not section_classes(types[field.name])
+            if self.path.endswith("[]") or not section_classes(types[field.name])
         ]
 
 
@@ -73,11 +73,14 @@ def sections(
         for inner in section_classes(types[field.name]):
             inner_path, inner_doc = join(path, field.name), docs.get(field.name, "")
             yield from sections(inner, inner_path, section.default_of(field), inner_doc)
+        for item in item_classes(types[field.name]):
+            yield Section(path=f"{join(path, field.name)}[]", config_class=item, default=dataclasses.MISSING, doc="")
 
 
 def reference() -> str:
     """The whole page, Markdown."""
-    return "\n".join([HEAD, *(section_text(section) for section in sections(TrainConfig))])
+    each = dict.fromkeys(section_text(section) for section in sections(TrainConfig))  # variants may share a section
+    return "\n".join([HEAD, *each])
 
 
 def section_text(section: Section) -> str:
@@ -122,16 +125,22 @@ def section_classes(kind: Any) -> tuple[type, ...]:
     return tuple(member for member in members if isinstance(member, type) and dataclasses.is_dataclass(member))
 
 
+def item_classes(kind: Any) -> tuple[type, ...]:
+    """The dataclasses that the items of a list may be, but for tasks, which have sections of their own."""
+    items = section_classes(get_args(kind)[0]) if get_origin(kind) is tuple else ()
+    return tuple(item for item in items if not hasattr(item, "type_name"))
+
+
 def type_text(kind: Any) -> str:
     """An annotation in words."""
     args = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join("null" if member is NoneType else type_text(member) for member in args)
+        return " or ".join(dict.fromkeys("null" if member is NoneType else type_text(member) for member in args))
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in args)
     if get_origin(kind) is tuple:
         return f"list of {type_text(args[0])}" if Ellipsis in args else f"[{', '.join(map(type_text, args))}]"
-    return TYPE_NAMES[kind]
+    return "section" if dataclasses.is_dataclass(kind) else TYPE_NAMES[kind]
 
 
 def default_text(value: Any) -> str:

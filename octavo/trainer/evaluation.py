@@ -3,145 +3,220 @@
 from __future__ import annotations
 
 import json
-import math
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import NonFiniteLogits
+from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import differences, to_dict
 from octavo.trainer.divergence import Diverged
+from octavo.trainer.evaluation_result import DEPLOYED, Result, result_of, to_lines, to_metrics
+from octavo.trainer.metrics import Display
 from octavo.trainer.output import JsonLines
+from octavo.trainer.problems import Benchmark, EncodedProblem
 from octavo.trainer.progress import RolloutState, weights_fingerprint
-from octavo.trainer.run import EVALUATION, EncodedProblem, Run, model_fingerprint, problems_fingerprint
+from octavo.trainer.run import EVALUATION, Run, load_run, model_fingerprint, problems_fingerprint
 
 DEPENDS_ON = ("seed", "device", "model", "precision", "task", "rollout", "evaluation")
 """Sections and keys of the config that a completion of the evaluation depends on."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One benchmark under one precision."""
+
+    precision: str
+    """`eval` for the config's own, else a recipe."""
+    engine: Engine
+    benchmark: Benchmark
+    problems: Sequence[EncodedProblem]
+    """Those of the benchmark that the config wants."""
+    seed: int
+    """Of the random numbers; the same under every precision, whatever else is evaluated."""
+
+
 def evaluate(run: Run) -> dict[str, float]:
-    """Sample completions of the test problems and score them. Uses the same problems and random numbers at any step.
+    """Sample completions of the test problems and check them. Uses the same problems and random numbers at any step.
 
     Leaves static activation scales and global random states as they were, so training is the same with and without.
 
-    Args:
-        run: policy, engine, task.
-
     Returns:
-        eval/accuracy in [0, 1], its standard error over problems eval/accuracy_stderr, eval/length_mean in tokens,
-        eval/truncated_share, eval/num_problems.
-    """
-    return accuracy_metrics(run, sample_problems(run, evaluation_problems(run)))
-
-
-def evaluate_to_file(run: Run, path: Path) -> dict[str, float]:
-    """As `evaluate`; writes every completion to `path`, a JSON object a line, and goes on where it was interrupted.
-
-    Until all are there they are in `path`.partial, under a line that says what they are completions of.
+        See `to_metrics`.
 
     Raises:
-        ValueError: `path`.partial is of another evaluation, or cannot be written.
+        ValueError: there is nothing to evaluate on.
     """
-    file = JsonLines(path.with_name(path.name + ".partial"))
-    header = {
-        **{key: value for key, value in to_dict(run.config).items() if key in DEPENDS_ON},
-        "weights": weights_fingerprint(run.policy),
-        "model numbers": model_fingerprint(run),
-        "problems": problems_fingerprint(run),
-    }
-    problems, size = evaluation_problems(run), run.config.evaluation.completions_per_problem
-    try:
-        rows = _read_partial(file, header, [encoded.problem.id for encoded in problems for _ in range(size)])
-        done = len(rows) // size
-        del rows[done * size :]
-        file.replace([header, *rows])
-        if done:
-            run.display.line(f"going on with {file.path}: {done} of {len(problems)} problems are done")
-        rows += sample_problems(run, problems[done:], first_index=done, keep=file.extend)
-        JsonLines(path).replace(rows)
-        file.path.unlink()
-    except OSError as error:
-        raise ValueError(f"--output {path} cannot be written: {error.strerror}. Make room, or give another") from error
-    return accuracy_metrics(run, rows)
+    return to_metrics(measure(run))
 
 
-def evaluation_problems(run: Run) -> Sequence[EncodedProblem]:
-    """The test problems that the config wants."""
-    return run.test_problems[: run.config.evaluation.num_problems or None]
+def run_evaluation(config: TrainConfig, output: Path | None, compare: str | None) -> dict[str, float]:
+    """All of `octavo evaluate`: see `measure`; shows the table on the error channel."""
+    other = None if compare is None else get_recipe(compare)
+    display = Display(Console(stderr=True, highlight=False, soft_wrap=True))
+    results = measure(load_run(config, display), output, other)
+    for line in to_lines(results):
+        display.line(line)
+    return to_metrics(results)
 
 
-def sample_problems(
-    run: Run,
-    problems: Sequence[EncodedProblem],
-    first_index: int = 0,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
-) -> list[dict[str, Any]]:
-    """Completions of problems with their rewards.
+def measure(run: Run, output: Path | None = None, compare: Recipe | None = None) -> list[Result]:
+    """As `evaluate`, with what else `octavo evaluate` can do.
 
     Args:
         run: policy, engine, task.
-        problems: the evaluation's, from `first_index` on.
-        first_index: place of the first of them, which random numbers depend on.
+        output: write every completion there, a JSON object a line, and go on where it was interrupted. Until all are
+            there they are in `output`.partial, under a line that says what they are completions of.
+        compare: a recipe under which everything is measured once more, from the same masters.
+
+    Returns:
+        A result for each benchmark, under the config's own precision and then under the other.
+
+    Raises:
+        ValueError: there is nothing to evaluate on; `output`.partial is of another evaluation, or cannot be written.
+    """
+    jobs = make_jobs(run, compare)
+    rows = sample_jobs(run, jobs) if output is None else _rows_by_file(run, jobs, output)
+    size, results = run.config.evaluation.completions_per_problem, []
+    for job in jobs:
+        mine, rows = rows[: len(job.problems) * size], rows[len(job.problems) * size :]
+        benchmark = job.benchmark
+        results.append(result_of(job.precision, benchmark.name, mine, size, benchmark.num_left_out))
+    return results
+
+
+def make_jobs(run: Run, compare: Recipe | None = None) -> list[Job]:
+    """What is measured, in order."""
+    if not run.benchmarks:
+        raise ValueError(f"task {run.task.name!r} has no problems to evaluate on. Give evaluation.sets, as [math500]")
+    engines = {DEPLOYED: run.engine}
+    if compare is not None:
+        decoder = run.policy.with_recipe(compare)
+        engines[compare.name] = Engine(decoder, run.config.rollout.engine, sorted(run.engine.stop_token_ids))
+    own_test = not (run.config.evaluation.sets or run.task.parts)
+    return [
+        Job(
+            precision=precision,
+            engine=engine,
+            benchmark=benchmark,
+            problems=benchmark.problems[: run.config.evaluation.num_problems or None],
+            seed=run.seed(EVALUATION, 0 if own_test else zlib.crc32(benchmark.name.encode())),
+        )
+        for precision, engine in engines.items()
+        for benchmark in run.benchmarks
+    ]
+
+
+def sample_jobs(
+    run: Run,
+    jobs: Sequence[Job],
+    num_done: int = 0,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """Completions of the problems of all jobs with their verdicts.
+
+    Args:
+        run: config, tokenizer, display.
+        jobs: in order.
+        num_done: problems to leave out at the beginning.
         keep: called with the rows of each part of the problems, as many as the engine runs at once.
 
     Returns:
-        A row a completion: id, prompt, completion, answer, reward, finish_reason, num_tokens.
+        A row a completion: precision, set, id, prompt, completion, answer, outcome, detail, reward, finish_reason,
+        num_tokens.
 
     Raises:
         Diverged: a logit is not finite.
     """
-    settings = run.config.evaluation
-    at_once = max(1, run.config.rollout.engine.max_sequences // settings.completions_per_problem)
-    before = RolloutState.take(run.decoders)
+    size = run.config.evaluation.completions_per_problem
+    decoders = list(dict.fromkeys([*run.decoders, *(job.engine.decoder for job in jobs)]))
+    before = RolloutState.take(decoders)
     rows: list[dict[str, Any]] = []
+    num_left = sum(len(job.problems) for job in jobs) - num_done
     try:
-        with run.display.bar("evaluate", len(problems) * settings.completions_per_problem) as advance:
-            for start in range(0, len(problems), at_once):
-                part = problems[start : start + at_once]
-                groups = run.engine.generate(
-                    [encoded.prompt for encoded in part],
-                    settings.sampling,
-                    max_completion_tokens=run.config.rollout.max_completion_tokens,
-                    group_size=settings.completions_per_problem,
-                    seed=run.seed(EVALUATION, 0),
-                    first_index=first_index + start,
-                    progress=run.on_step(advance),
-                )
-                new = [
-                    {
-                        "id": encoded.problem.id,
-                        "prompt": run.task.prompt_text(encoded.problem),
-                        "completion": (text := run.decode(completion.tokens)),
-                        "answer": encoded.problem.answer,
-                        "reward": run.task.score(encoded.problem, text),
-                        "finish_reason": completion.finish_reason,
-                        "num_tokens": len(completion.tokens),
-                    }
-                    for encoded, group in zip(part, groups, strict=True)
-                    for completion in group
-                ]
-                keep(new)
-                rows += new
+        with run.display.bar("evaluate", num_left * size) as advance:
+            for job in jobs:
+                skipped = min(num_done, len(job.problems))
+                num_done -= skipped
+                rows += _sample(run, job, skipped, keep, advance)
     except NonFiniteLogits as error:
         raise Diverged(f"evaluation ({error})", dict(run.policy.named_parameters())) from error
     finally:
-        before.restore(run.decoders)
+        before.restore(decoders)
     return rows
 
 
-def accuracy_metrics(run: Run, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The metrics of `evaluate` from the rows of all problems, in order."""
-    size = run.config.evaluation.completions_per_problem
-    per_problem = [sum(row["reward"] for row in rows[i : i + size]) / size for i in range(0, len(rows), size)]
-    mean = sum(per_problem) / len(per_problem)
-    variance = sum((x - mean) ** 2 for x in per_problem) / max(1, len(per_problem) - 1)
-    return {
-        "eval/accuracy": mean,
-        "eval/accuracy_stderr": math.sqrt(variance / len(per_problem)),
-        "eval/length_mean": sum(row["num_tokens"] for row in rows) / len(rows),
-        "eval/truncated_share": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
-        "eval/num_problems": float(len(per_problem)),
+def _sample(
+    run: Run, job: Job, skipped: int, keep: Callable[[list[dict[str, Any]]], None], advance: Any
+) -> list[dict[str, Any]]:
+    """As `sample_jobs`, of one job without its first `skipped` problems."""
+    settings, task = run.config.evaluation, job.benchmark.task
+    at_once = max(1, run.config.rollout.engine.max_sequences // settings.completions_per_problem)
+    rows: list[dict[str, Any]] = []
+    for start in range(skipped, len(job.problems), at_once):
+        part = job.problems[start : start + at_once]
+        groups = job.engine.generate(
+            [encoded.prompt for encoded in part],
+            settings.sampling,
+            max_completion_tokens=run.config.rollout.max_completion_tokens,
+            group_size=settings.completions_per_problem,
+            seed=job.seed,
+            first_index=start,
+            progress=run.on_step(advance),
+        )
+        new = [
+            {
+                "precision": job.precision,
+                "set": job.benchmark.name,
+                "id": encoded.problem.id,
+                "prompt": task.prompt_text(encoded.problem),
+                "completion": (text := run.decode(completion.tokens)),
+                "answer": encoded.problem.answer,
+                "outcome": (verdict := task.check(encoded.problem, text)).outcome,
+                "detail": verdict.detail,
+                "reward": verdict.reward,
+                "finish_reason": completion.finish_reason,
+                "num_tokens": len(completion.tokens),
+            }
+            for encoded, group in zip(part, groups, strict=True)
+            for completion in group
+        ]
+        keep(new)
+        rows += new
+    return rows
+
+
+def _rows_by_file(run: Run, jobs: Sequence[Job], path: Path) -> list[dict[str, Any]]:
+    """As `sample_jobs`, of what is not in `path`.partial yet; leaves all of it in `path`."""
+    file = JsonLines(path.with_name(path.name + ".partial"))
+    header = {
+        **{key: value for key, value in to_dict(run.config).items() if key in DEPENDS_ON},
+        "precisions": list(dict.fromkeys(job.precision for job in jobs)),
+        "weights": weights_fingerprint(run.policy),
+        "model numbers": model_fingerprint(run),
+        "problems": problems_fingerprint(run),
     }
+    size = run.config.evaluation.completions_per_problem
+    ids = [encoded.problem.id for job in jobs for encoded in job.problems for _ in range(size)]
+    try:
+        rows = _read_partial(file, header, ids)
+        num_done = len(rows) // size
+        del rows[num_done * size :]
+        file.replace([header, *rows])
+        if num_done:
+            run.display.line(f"going on with {file.path}: {num_done} of {len(ids) // size} problems are done")
+        rows += sample_jobs(run, jobs, num_done, keep=file.extend)
+        JsonLines(path).replace(rows)
+        file.path.unlink()
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written: {error.strerror}. Make room, or give another") from error
+    return rows
 
 
 def _read_partial(file: JsonLines, header: dict[str, Any], ids: list[str]) -> list[dict[str, Any]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +15,22 @@ from octavo.models.checkpoint import load_decoder, weight_files
 from octavo.models.decoder import Decoder
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
+from octavo.numerics.recipe import get_recipe
 from octavo.rollout.engine import Engine
 from octavo.rollout.sampler import uniform_bits
-from octavo.tasks.problem import Problem, Task
-from octavo.tasks.prompts import encode_prompt, keep_within_limit, stop_token_ids
+from octavo.tasks.problem import Task
+from octavo.tasks.prompts import stop_token_ids
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.errors import reason
 from octavo.trainer.interrupt import Interrupts
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.precision import check_live, declared_flow, flow_lines
+from octavo.trainer.problems import Benchmark, EncodedProblem, load_problems, problem_order
+from octavo.trainer.reference import Reference
 
-TRAINING, EVALUATION = 0, 1
+TRAINING, EVALUATION, SHADOW, ROLLBACK = 0, 1, 2, 3
 """Streams of random numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedProblem:
-    """A problem and its prompt as token ids."""
-
-    problem: Problem
-    prompt: list[int]
 
 
 @dataclass(kw_only=True)
@@ -49,9 +42,14 @@ class Run:
     task: Task
     tokenizer: Any
     train_problems: Sequence[EncodedProblem]
-    test_problems: Sequence[EncodedProblem]
+    benchmarks: Sequence[Benchmark]
+    """The sets that are evaluated; a task without test problems may have none."""
     policy: Decoder
     engine: Engine
+    shadow: Decoder
+    """The policy, whose masters are multiplied in BF16, or a decoder that multiplies them in FP32."""
+    reference: Reference
+    """What stands for BF16 when bounds are calibrated."""
     display: Display
     interrupts: Interrupts = field(default_factory=Interrupts)
     """Asked during rollout and evaluation whether to stop."""
@@ -67,18 +65,34 @@ class Run:
 
     @property
     def decoders(self) -> list[Decoder]:
-        """All that read the masters: the policy and, where the rollout is another forward, the engine's own."""
-        return list(dict.fromkeys([self.policy, self.engine.decoder]))
+        """All that read the masters: the policy and, where rollout or shadow are another forward, their own."""
+        return list(dict.fromkeys([self.policy, self.engine.decoder, self.shadow]))
 
-    def seed(self, stream: int, step: int) -> int:
+    def seed(self, stream: int, step: int, rollbacks: int = 0) -> int:
         """Of the engine's random numbers in one step."""
-        return uniform_bits(self.config.seed, stream, step)
+        return uniform_bits(self.training_seed(rollbacks), stream, step)
 
-    def problems_of_step(self, step: int) -> list[EncodedProblem]:
-        """P training problems; each epoch is a new permutation. Depends on the seed and the step only."""
-        total, size = len(self.train_problems), self.config.rollout.prompts_per_step
-        places = range(step * size, (step + 1) * size)
-        return [self.train_problems[_permutation(total, self.config.seed, i // total)[i % total]] for i in places]
+    def training_seed(self, rollbacks: int) -> int:
+        """The run's seed, and after each rollback another."""
+        return uniform_bits(self.config.seed, ROLLBACK, rollbacks) if rollbacks else self.config.seed
+
+    def problems(self, place: int, count: int, rollbacks: int = 0) -> list[EncodedProblem]:
+        """Training problems from a place in the order of all epochs on; each epoch is a new permutation."""
+        order = problem_order(self.task, self.train_problems, self.training_seed(rollbacks))
+        return [self.train_problems[order.problem(i)] for i in range(place, place + count)]
+
+    def check_problems(self) -> None:
+        """Refuse a training for which there are no problems.
+
+        Raises:
+            ValueError: there are none to train on, or none for the evaluations that the config wants.
+        """
+        self.problems(0, 1)
+        if self.config.evaluation.interval and not self.benchmarks:
+            raise ValueError(
+                f"task {self.task.name!r} has no problems to evaluate on. Give evaluation.sets, as [math500], or "
+                f"evaluation.interval=0"
+            )
 
     def decode(self, tokens: list[int]) -> str:
         """Text of a completion, without special tokens."""
@@ -94,16 +108,8 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     use_device(config.device)
     flow = declared_flow(config)
     flow.check(config.precision.allow_mismatch)
-    task = config.task.build()
     tokenizer = load_tokenizer(config.model.path)
-    limit = config.rollout.max_prompt_tokens
-    train_problems, num_long = keep_within_limit(_encode(config, task, tokenizer, task.train), limit)
-    test_problems, num_long_test = keep_within_limit(_encode(config, task, tokenizer, task.test), limit)
-    if num_long or num_long_test:
-        display.line(
-            f"left out {num_long} of {len(task.train)} training and {num_long_test} of {len(task.test)} test problems: "
-            f"their prompts exceed rollout.max_prompt_tokens={limit}"
-        )
+    task, train_problems, benchmarks = load_problems(config, tokenizer, display)
     policy = load_decoder(
         config.model.path,
         config.precision.train_recipe(),
@@ -112,29 +118,30 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         device=config.device,
     )
     policy.recompute_layers = config.trainer.recompute_layers
-    display.line(f"task: {task.name} from {task.source}, {len(train_problems)} training, {len(test_problems)} test")
     display.line(describe(policy))
     folder = Path(config.model.path)
     if folder.is_dir() and (others := weight_files(folder)[1]):
         display.line(f"left aside, as they are no part of the model: {', '.join(map(str, others))}")
-    check_vocabulary(
-        [each.prompt for each in (*train_problems, *test_problems)], policy.config.vocab_size, config.model.path
-    )
+    prompts = [each.prompt for problems in (train_problems, *(b.problems for b in benchmarks)) for each in problems]
+    check_vocabulary(prompts, policy.config.vocab_size, config.model.path)
     stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
     sampler = policy.with_recipe(config.precision.rollout_recipe()) if flow.differences() else policy
     engine = Engine(sampler, config.rollout.engine, stops)
     check_live(flow, policy, engine)
     for line in flow_lines(flow):
         display.line(line)
+    in_fp32 = config.algorithm.loss_shadow == "fp32_shadow"
     return Run(
         config=config,
         flow=flow,
         task=task,
         tokenizer=tokenizer,
         train_problems=train_problems,
-        test_problems=test_problems,
+        benchmarks=benchmarks,
         policy=policy,
         engine=engine,
+        shadow=policy.with_recipe(get_recipe("fp32")) if in_fp32 else policy,
+        reference=Reference(policy, config.calibration, config.rollout.sampling.temperature),
         display=display,
     )
 
@@ -188,13 +195,29 @@ def describe(policy: Decoder) -> str:
     )
 
 
+def in_bf16(run: Run) -> Run:
+    """The run with rollout and training both in BF16, on the same masters, between plain bounds.
+
+    Its decoder re-quantises itself alone; re-quantise the others when the run is back with them.
+    """
+    policy = run.policy.with_recipe(get_recipe("bf16"))
+    engine = Engine(policy, run.config.rollout.engine, tuple(run.engine.stop_token_ids))
+    shadow = policy if run.shadow is run.policy else run.shadow
+    return replace(run, config=replace(run.config, calibration=None), policy=policy, engine=engine, shadow=shadow)
+
+
 def make_optimizer(run: Run) -> Optimizer:
     """AdamW over all masters of the policy."""
     trainer = run.config.trainer
-    num_updates = trainer.num_steps * trainer.num_mini_batches
+    num_updates = policy_steps(run.config) * trainer.num_mini_batches
     parameters = dict(run.policy.named_parameters())
     fused = all(parameter.is_cuda for parameter in parameters.values())
     return Optimizer(parameters, run.config.optimizer, num_updates, fused)
+
+
+def policy_steps(config: TrainConfig, done: int = 0) -> int:
+    """Steps after the first `done` in which the policy learns: all but the critic's warm-up."""
+    return config.trainer.num_steps - max(done, config.critic.warmup_steps)
 
 
 def load_reference(config: TrainConfig) -> Decoder | None:
@@ -215,7 +238,7 @@ def load_reference(config: TrainConfig) -> Decoder | None:
 def problems_fingerprint(run: Run) -> str:
     """Hash of every prompt's tokens and every answer, in order."""
     digest = hashlib.sha256()
-    for problems in (run.train_problems, run.test_problems):
+    for problems in (run.train_problems, *(benchmark.problems for benchmark in run.benchmarks)):
         digest.update(f"{len(problems)} problems\n".encode())
         for encoded in problems:
             digest.update(f"{encoded.problem.id} {encoded.prompt} {encoded.problem.answer!r}\n".encode())
@@ -260,22 +283,3 @@ def load_generation_config(path: str) -> GenerationConfig | None:
         raise ValueError(
             f"{path}/generation_config.json cannot be read, and it may name stop tokens: {why}. Fetch it again"
         ) from error
-
-
-def _encode(config: TrainConfig, task: Task, tokenizer: Any, problems: Sequence[Problem]) -> list[EncodedProblem]:
-    return [
-        EncodedProblem(
-            problem=problem,
-            prompt=encode_prompt(
-                tokenizer, task.prompt_text(problem), task.system_prompt, chat_template=config.model.chat_template
-            ),
-        )
-        for problem in problems
-    ]
-
-
-@lru_cache(maxsize=4)
-def _permutation(size: int, seed: int, epoch: int) -> tuple[int, ...]:
-    order = list(range(size))
-    random.Random(uniform_bits(seed, epoch, size)).shuffle(order)
-    return tuple(order)

@@ -53,7 +53,7 @@ def test_held_out_accuracy_leaves_room_to_learn(model, tokenizer):
         top_p=1.0,
     )
     texts = tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
-    accuracy = sum(map(task.score, problems, texts)) / len(problems)
+    accuracy = sum(task.check(*pair).reward for pair in zip(problems, texts, strict=True)) / len(problems)
     worked = sum(text.startswith(":") for text in texts) / len(texts)
     assert 0.25 <= accuracy <= 0.55, f"accuracy at temperature 1 is {accuracy}, e.g. {texts[:5]}"
     assert 0.2 <= worked <= 0.8, f"both styles should be frequent; worked is {worked}, e.g. {texts[:5]}"

@@ -3,7 +3,16 @@ from decimal import Decimal
 
 import pytest
 
-from octavo.tasks.answers import extract_answer, math_equal, parse_number
+from octavo.tasks.answers import (
+    CheckNumeric,
+    check_choice,
+    check_exact,
+    check_math,
+    extract_answer,
+    math_equal,
+    parse_number,
+)
+from octavo.tasks.problem import Problem
 
 
 @pytest.mark.parametrize(
@@ -35,6 +44,30 @@ from octavo.tasks.answers import extract_answer, math_equal, parse_number
         ("it is 72 ####  \n", None),  # announced, not given: 72 must not stand in
         ("it is 72, \\boxed{}", None),
         ("it is 72, \\boxed{7", None),  # cut off inside the box
+        ("\\boxed{1} and \\boxed{2}", "1, 2"),  # one answer in two parts
+        ("$\\boxed{5}$, or $\\boxed{6}$", "5, 6"),
+        ("\\boxed{\\boxed{5}}", "\\boxed{5}"),
+        ("\\boxed 5", "5"),
+        ("\\fbox{7}", "7"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("<think>\\boxed{3}? no</think>It is \\boxed{4}.", "4"),
+        ("<think>so it is 4", "4"),
+        ("<answer> 12 </answer> and 13", "12"),
+        ("<answer>\\boxed{12}</answer>", "12"),
+        ("The answer is $\\frac{1}{2}$.", "$\\frac{1}{2}$"),
+        ("The answer is x - 5.", "x - 5"),
+        ("The answer is 2ab", "2ab"),
+        ("Final answer: 72 clips. I hope it is correct.", "72"),
+        ("The answer is $5$ and $7$.", "$5$ and $7$"),
+        ("**Answer:** 3.5", "3.5"),
+        ("The answer is: (1, 2)", "(1, 2)"),
+        ("The answer is 5 or 6", "5 or 6"),
+        ("Answer: \\(x^2\\)", "\\(x^2\\)"),
+        ("Thus it equals $\\frac{3}{4}$.", "\\frac{3}{4}"),
+        ("Thus $x = 3$, which is 1 more.", "1"),
+        ("She pays $5 and then $72", "72"),
+        ("x" * 100_000 + " so it is 9", "9"),
+        ("9 is said early" + " no" * 20_000, None),
     ],
 )
 def test_extract_answer(text, expected):
@@ -114,3 +147,86 @@ def test_math_equal_works_outside_the_main_thread():
     thread.start()
     thread.join()
     assert found == [True]
+
+
+def verdict(check, answer, completion):
+    found = check(Problem(id="0", text="?", answer=answer), completion)
+    assert found.reward == float(found.outcome == "correct")
+    return found.outcome
+
+
+@pytest.mark.parametrize(
+    "answer, completion, outcome",
+    [
+        ("\\frac{1}{2}", "so we get 0.5. The answer is $\\dfrac12$.", "correct"),
+        ("6630.65\n6630", "\\boxed{6630}", "correct"),
+        ("1,2", "\\boxed{2} and \\boxed{1}", "correct"),
+        ("5", "\\boxed{5} or \\boxed{6}", "wrong"),
+        ("5", "\\boxed{6}", "wrong"),
+        ("5", "\\boxed{}", "unparsable"),
+        ("5", "I do not know", "unparsable"),
+        ("5", "\\boxed{9^{9^{9^9}}}", "unparsable"),
+        ("5", "\\boxed{\\unknown{5}}", "unparsable"),
+        ("", "\\boxed{5}", "unparsable"),
+    ],
+)
+def test_check_math(answer, completion, outcome):
+    assert verdict(check_math, answer, completion) == outcome
+
+
+@pytest.mark.parametrize(
+    "completion, outcome",
+    [
+        ("B", "correct"),
+        ("(B)", "correct"),
+        ("b", "correct"),
+        ("The answer is (B).", "correct"),
+        ("A is too small, so the answer is B. Paris", "correct"),
+        ("\\boxed{\\text{B}}", "correct"),
+        ("\\boxed{\\textbf{(B) }5}", "correct"),
+        ("**B**", "correct"),
+        ("<think>A or C?</think>Answer: B", "correct"),
+        ("C", "wrong"),
+        ("The answer is (A) or (B).", "wrong"),
+        ("A, B, C and D", "wrong"),
+        ("\\boxed{BC}", "unparsable"),
+        ("I cannot say", "wrong"),  # its I is a letter among the choices
+        ("none of them", "unparsable"),
+        ("", "unparsable"),
+    ],
+)
+def test_check_choice(completion, outcome):
+    assert verdict(check_choice, "B", completion) == outcome
+
+
+@pytest.mark.parametrize(
+    "answer, completion, outcome",
+    [
+        ("red  fox", " red fox\n", "correct"),
+        ("red fox", "\\boxed{red fox}", "correct"),
+        ("1/2", "\\boxed{0.5}", "wrong"),
+        ("Red", "red", "wrong"),
+        ("red", " ", "unparsable"),
+        ("red", "\\boxed{}", "unparsable"),
+    ],
+)
+def test_check_exact(answer, completion, outcome):
+    assert verdict(check_exact, answer, completion) == outcome
+
+
+@pytest.mark.parametrize(
+    "answer, completion, outcome",
+    [
+        ("8.7 \\times 10^{8}", "\\boxed{8.75e8}", "correct"),
+        ("8.7 \\times 10^{8}", "\\boxed{8.9e8}", "wrong"),
+        ("100", "The answer is 101 m", "correct"),
+        ("100", "The answer is 102 m", "wrong"),
+        ("0", "\\boxed{0.001}", "wrong"),
+        ("50", "\\boxed{1/2}", "wrong"),
+        ("2\n300", "\\boxed{301}", "correct"),
+        ("2", "\\boxed{x}", "unparsable"),
+        ("x", "\\boxed{2}", "unparsable"),
+    ],
+)
+def test_check_numeric(answer, completion, outcome):
+    assert verdict(CheckNumeric(0.01), answer, completion) == outcome

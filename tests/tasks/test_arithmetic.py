@@ -24,7 +24,8 @@ def test_answers_are_right():
 def test_the_same_config_gives_the_same_task():
     task = ArithmeticConfig().build()
     assert task == ArithmeticConfig().build()
-    assert task.train[0] == Problem(id="arithmetic/train/0", text=task.train[0].text, answer=task.train[0].answer)
+    first = task.train[0]
+    assert (first.id, first.task, first.generated) == ("arithmetic/train/0", "arithmetic", True)
     assert task.train != ArithmeticConfig(seed=1).build().train
 
 
@@ -51,22 +52,23 @@ def test_operands_and_their_number_follow_the_config():
 
 
 @pytest.mark.parametrize(
-    "completion, reward",
+    "completion, outcome",
     [
-        ("=9", 1.0),
-        (":5,0,9", 1.0),
-        ("The answer is 9.", 1.0),
-        (":5,0,9,1", 0.0),
-        ("9 or 8", 0.0),
-        ("-9", 0.0),
-        ("=19", 0.0),
-        ("=", 0.0),
-        ("", 0.0),
+        ("=9", "correct"),
+        (":5,0,9", "correct"),
+        ("The answer is 9.", "correct"),
+        (":5,0,9,1", "wrong"),
+        ("9 or 8", "wrong"),
+        ("-9", "wrong"),
+        ("=19", "wrong"),
+        ("=", "unparsable"),
+        ("", "unparsable"),
     ],
 )
-def test_score(completion, reward):
+def test_check(completion, outcome):
     task = ArithmeticConfig(num_train=1, num_test=1).build()
-    assert task.score(Problem(id="0", text="(7+8-5+9)%10", answer="9"), completion) == reward
+    verdict = task.check(Problem(id="0", text="(7+8-5+9)%10", answer="9"), completion)
+    assert (verdict.outcome, verdict.reward) == (outcome, float(outcome == "correct"))
 
 
 def test_too_many_problems_is_an_error_that_says_how_many_there_are():

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from octavo.tasks.answers import parse_number
-from octavo.tasks.gsm8k import GSM8KConfig, score_gsm8k
+from octavo.tasks.checks import check_math
+from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.problem import Problem
 
 ROWS = [
@@ -26,7 +27,7 @@ def test_original_rows(tmp_path):
     task = GSM8KConfig(path=path).build()
     assert [problem.answer for problem in task.train] == ["2", "70,000"]
     assert task.test[0].text == "What is 1 + 1?"
-    assert task.score(task.train[1], "so \\boxed{70000}") == 1.0
+    assert task.check(task.train[1], "so \\boxed{70000}").reward == 1.0
     assert len({problem.id for problem in (*task.train, *task.test)}) == 3
     assert "\\boxed{}" in task.prompt_text(task.test[0]) and task.prompt_text(task.test[0]).startswith("What is 1 + 1?")
 
@@ -35,7 +36,7 @@ def test_rows_with_id_problem_and_answer(tmp_path):
     assert len(GSM8KConfig(path=write_folder(tmp_path, ROWS, ROWS), num_test=1).build().test) == 1
     path = write_folder(tmp_path, [{"id": "a/0", "problem": "6 x 7?", "answer": 42}] * 3, [ROWS[0]])
     task = GSM8KConfig(path=path, num_train=2, system_prompt="Be brief.", instruction="").build()
-    assert task.train == (Problem(id="a/0", text="6 x 7?", answer="42"),) * 2
+    assert task.train == (Problem(id="a/0", text="6 x 7?", answer="42", task="gsm8k"),) * 2
     assert task.system_prompt == "Be brief." and task.prompt_text(task.train[0]) == "6 x 7?"
 
 
@@ -45,32 +46,33 @@ def test_the_real_files(data_dir):
     assert all(parse_number(problem.answer) is not None for problem in (*task.train, *task.test))
     assert not {problem.text for problem in task.train} & {problem.text for problem in task.test}
     assert task.train[0].answer == "72" and task.train[0].text.startswith("Natalia sold clips")
-    assert all(task.score(problem, f"It is\n#### {problem.answer}") == 1.0 for problem in task.test)
+    assert all(task.check(problem, f"It is\n#### {problem.answer}").outcome == "correct" for problem in task.test)
 
 
 @pytest.mark.parametrize(
-    "completion, reward",
+    "completion, outcome",
     [
-        ("48/2 = 24, 24+48 = 72. #### 72", 1.0),
-        ("The answer is $72.00.", 1.0),
-        ("\\boxed{\\$72}", 1.0),
-        ("#### 72 clips", 1.0),
-        ("\\boxed{\\frac{144}{2}}", 1.0),
-        ("She sold 72 clips, so \\boxed{96}", 0.0),  # right in the middle, wrong at the end
-        ("72? No, the total is 73.", 0.0),
-        ("#### 72 or 73", 0.0),
-        ("#### 71 72", 0.0),
-        ("#### 72/3", 0.0),
-        ("\\boxed{70, 71, 72}", 0.0),
-        ("#### -72", 0.0),
-        ("#### 720", 0.0),
-        ("72 ####", 0.0),
-        ("####", 0.0),
-        ("", 0.0),
+        ("48/2 = 24, 24+48 = 72. #### 72", "correct"),
+        ("The answer is $72.00.", "correct"),
+        ("\\boxed{\\$72}", "correct"),
+        ("#### 72 clips", "correct"),
+        ("\\boxed{\\frac{144}{2}}", "correct"),
+        ("She sold 72 clips, so \\boxed{96}", "wrong"),  # right in the middle, wrong at the end
+        ("72? No, the total is 73.", "wrong"),
+        ("#### 72 or 73", "wrong"),
+        ("#### 71 72", "wrong"),
+        ("#### 72/3", "wrong"),
+        ("\\boxed{70, 71, 72}", "wrong"),
+        ("#### -72", "wrong"),
+        ("#### 720", "wrong"),
+        ("72 ####", "unparsable"),
+        ("####", "unparsable"),
+        ("", "unparsable"),
     ],
 )
-def test_score(completion, reward):
-    assert score_gsm8k(Problem(id="0", text="?", answer="72"), completion) == reward
+def test_check(completion, outcome):
+    verdict = check_math(Problem(id="0", text="?", answer="72"), completion)
+    assert (verdict.outcome, verdict.reward) == (outcome, float(outcome == "correct"))
 
 
 def test_building_a_config_reads_nothing():
@@ -107,8 +109,11 @@ def test_hub_without_the_datasets_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"text": "a", "answer": "1"}, r"row 0 .*'problem'"),
-        ({"problem": "a", "answer": "b ####"}, "final answer; got 'b ####'"),
+        (
+            {"text": "a", "answer": "1"},
+            r"train.jsonl.gz, 1 bad row \(line 1: wants 'question'; its keys are 'text', 'answer'",
+        ),
+        ({"problem": "a", "answer": "b ####"}, "line 1: wants a final answer, got ''"),
     ],
 )
 def test_a_bad_row_is_named(row, message, tmp_path):
@@ -133,4 +138,4 @@ def test_a_number_as_the_answer_is_read_in_plain_digits(answer, text, tmp_path):
     path = write_folder(tmp_path, [{"problem": "?", "answer": answer}], ROWS)
     task = GSM8KConfig(path=path).build()
     assert task.train[0].answer == text
-    assert task.score(task.train[0], f"#### {text}") == 1.0
+    assert task.check(task.train[0], f"#### {text}").outcome == "correct"

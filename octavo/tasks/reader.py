@@ -1,0 +1,117 @@
+"""From rows to problems: every row is one, is left out on purpose, or is counted as bad and named."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import islice
+from typing import Any
+
+from octavo.tasks.problem import Problem
+from octavo.tasks.rows import BadRow, Source, take
+
+SHOWN_BAD_ROWS = 5
+"""Bad rows that a message lists."""
+
+
+@dataclass(kw_only=True)
+class ProblemReader:
+    """Reads the splits of one data set."""
+
+    name: str
+    """Of the data set."""
+    read: Callable[[dict], dict | None]
+    """Row -> `problem`, `answer`, and where there are any `id`, `solution`, `tests`, `appendix`, `accepted`; None
+    leaves it out."""
+    needs_tests: bool = False
+    """Whether a problem is judged by its tests, and may do without an answer."""
+    repeats: bool = False
+    """Whether the source repeats problems, ids and all, of which only the first counts."""
+    max_bad_rows: int = 0
+    """Bad rows of a split that are skipped; one more is an error."""
+    notes: list[str] = field(default_factory=list)
+    """What was left out, a line a split."""
+
+    def problems(self, source: Source, role: str, limit: int | None = None) -> tuple[Problem, ...]:
+        """The problems of a split, in order.
+
+        Args:
+            source: where its rows are.
+            role: "train" or "test", for ids.
+            limit: stop after so many problems; None reads all.
+
+        Raises:
+            ValueError: the source cannot be read, has no problem, or more bad rows than `max_bad_rows`.
+        """
+        bad: list[str] = []
+        seen: set[str] = set()
+        problems = tuple(islice(self._good(source, role, bad, seen), limit))
+        if not problems:
+            raise ValueError(f"{source.name} wants at least one problem; got an empty file. Name another")
+        if bad:
+            self.notes.append(f"{source.name}: left out {_listed(bad)}")
+        return problems
+
+    def _good(self, source: Source, role: str, bad: list[str], seen: set[str]) -> Iterator[Problem]:
+        for index, (place, row) in enumerate(source.rows()):
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                values = self.read(row)
+                if values is None:
+                    continue
+                problem = self._problem(values, f"{self.name}/{role}/{index}")
+            except BadRow as error:
+                bad.append(f"{place}: {error}")
+                if len(bad) > self.max_bad_rows:
+                    raise ValueError(
+                        f"{source.name}, {_listed(bad)}, with max_bad_rows={self.max_bad_rows}. Correct the rows, or "
+                        f"raise max_bad_rows to skip them"
+                    ) from error
+                continue
+            if not (self.repeats and problem.id in seen):
+                yield problem
+            seen.add(problem.id)
+
+    def _problem(self, values: dict, default_id: str) -> Problem:
+        text, answer = take(values, "problem"), answer_text(take(values, "answer"))
+        if not isinstance(text, str) or not text.strip():
+            raise BadRow(f"wants text as the problem, got {text!r:.40}")
+        if answer is None:
+            raise BadRow(f"wants as the answer text, a finite number, or a list of them, got {values['answer']!r:.40}")
+        tests = values.get("tests") or ()
+        tests = (tests,) if isinstance(tests, str) else tuple(tests)
+        if self.needs_tests and not (tests and all(isinstance(test, str) and test.strip() for test in tests)):
+            raise BadRow(f"wants at least one test program, got {values.get('tests')!r:.40}")
+        if not answer and not self.needs_tests:
+            raise BadRow(f"wants a final answer, got {values['answer']!r:.40}")
+        return Problem(
+            id=str(values.get("id") if values.get("id") is not None else default_id),
+            text=text,
+            answer=answer,
+            accepted=tuple(filter(None, (answer_text(each) for each in values.get("accepted") or ()))),
+            task=self.name,
+            tests=tests,
+            appendix=values.get("appendix", ""),
+            solution=str(values.get("solution") or "").strip(),
+        )
+
+
+def answer_text(answer: Any) -> str | None:
+    """An answer as a completion would write it: 1e-05 is 0.00001, 142.0 is 142; a list, of which all are required, has
+    commas between; None for what is neither text, finite number, nor list of them."""
+    if isinstance(answer, str):
+        return answer.strip()
+    if isinstance(answer, list | tuple):
+        parts = [answer_text(part) for part in answer]
+        return None if None in parts else ", ".join(map(str, parts))
+    if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
+        return None
+    return str(answer) if isinstance(answer, int) else format(Decimal(repr(answer)).normalize(), "f")
+
+
+def _listed(bad: list[str]) -> str:
+    """ "2 bad rows (line 3: ...; line 9: ...)", the first few spelt out."""
+    shown = "; ".join(bad[:SHOWN_BAD_ROWS])
+    more = f"; and {len(bad) - SHOWN_BAD_ROWS} more" if len(bad) > SHOWN_BAD_ROWS else ""
+    return f"{len(bad)} bad row{'s' * (len(bad) > 1)} ({shown}{more})"
