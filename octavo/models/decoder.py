@@ -225,10 +225,10 @@ class Decoder(nn.Module):
         return self._head[1]
 
 
-def _recomputed(block: Block, *arguments: Any) -> Tensor:
+def _recomputed(block: Block, h: Tensor, *rest: Any) -> Tensor:
     return checkpoint(
-        block,
-        *arguments,
+        lambda h: block(h, *rest),  # an argument may not change until the backward, and the counter does
+        h,
         use_reentrant=False,
         preserve_rng_state=False,  # a forward draws nothing
         context_fn=lambda: (nullcontext(), block.recomputing()),
