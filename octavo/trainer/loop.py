@@ -57,7 +57,7 @@ def train_step(
     """
     config, policy, clock, step = run.config, run.policy, record.clock, record.step
     metrics: dict[str, Any]
-    for decoder in run.decoders:
+    for decoder in [*run.decoders, *([] if reference is None else [reference])]:
         decoder.freeze_activation_scales_()
     with clock.phase("rollout"):
         drawn, groups, metrics = collect(run, progress, record)  # P prompts, P x G completions, rewards [P, G]

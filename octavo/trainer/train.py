@@ -140,13 +140,13 @@ def one_step(session: Session) -> dict[str, Any]:
     """
     run, progress = session.active_run, session.progress
     record = StepRecord(step=progress.next_step)
-    before = RolloutState.take(run.decoders)
+    before = RolloutState.take(session.observing)
     metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
     try:
         with diagnosed(session, record):
             metrics |= train_step(run, session.optimizer, session.reference, progress, record, session.critic)
     except StopRequested:
-        before.restore(run.decoders)
+        before.restore(session.observing)
         raise
     if progress.rollbacks:
         metrics["rescue/rollbacks"] = float(progress.rollbacks)

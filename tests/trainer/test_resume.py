@@ -85,7 +85,10 @@ TWO_FORWARDS = {"recipe": "tensorwise_static", "rollout": {"amax_margin": 2.0}, 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"precision__recipe": "tensorwise_static"}, {"precision": TWO_FORWARDS}, {"algorithm__kl__coefficient": 0.01}],
+    [
+        {"precision": TWO_FORWARDS},
+        {"precision__recipe": "tensorwise_static", "algorithm__kl__coefficient": 0.01},
+    ],
 )
 def test_static_scales_and_a_reference_resume_to_the_bit(changes, tmp_path, monkeypatch):
     config = resumable(tmp_path / "run", checkpoint__interval=0, checkpoint__keep_best=False, **changes)
