@@ -170,6 +170,7 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             parent, _, leaf = name.rpartition(".")
             setattr(twin.get_submodule(parent), leaf, parameter)
+        twin.recompute_layers = self.recompute_layers
         twin.to(self.embed_tokens.device)
         twin.requantize_()
         return twin

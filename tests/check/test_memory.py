@@ -11,7 +11,10 @@ from octavo.numerics.recipe import get_recipe
 from octavo.rollout.kv_cache import KVCache
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
+from octavo.trainer.reference import Reference
 
+SMALL = ("cos", "sin", "scale", "bias_hp", "num_saturated")
+"""Buffers that are no matrices."""
 BASE = {"output_dir": "runs/x", "model": {"path": "x"}, "task": {"type": "arithmetic"}}
 
 
@@ -32,8 +35,7 @@ def test_parts_are_the_bytes_of_a_decoder(family, recipe, tied):
     assert estimate.num_parameters == sum(p.numel() for p in parameters)
     assert estimate.parts["FP32 masters"] == size(parameters)
     assert estimate.model_bytes == estimate.num_parameters * decoder.dtype.itemsize
-    small = ("cos", "sin", "scale", "bias_hp", "num_saturated")
-    buffers = [b for name, b in decoder.named_buffers() if not name.endswith(small)]
+    buffers = [b for name, b in decoder.named_buffers() if not name.endswith(SMALL)]
     assert estimate.parts[f"{recipe} bytes"] == size(buffers)
 
     decoder._head_operand()
@@ -90,6 +92,24 @@ def test_a_critic_adds_its_masters_moments_and_bytes(recipe, tied):
     prepared += [layer.backward_weight() for layer in layers if layer.quantized]
     assert estimate.parts["critic"] == 4 * size(parameters) + size([*stored, *prepared])
     assert estimate.total_bytes - plain.total_bytes == estimate.parts["critic"]
+
+
+@pytest.mark.parametrize("reference", ["ema", "snapshot"])
+def test_a_reference_of_its_own_is_what_calibration_holds_beside_the_masters(reference):
+    config = tiny_config("qwen3")
+    run = from_dict(TrainConfig, {**BASE, "calibration": {"reference": reference}}, "test")
+    estimate = estimate_memory(run, decoder_config(config), two_forwards=False)
+    held = Reference(tiny_decoder(config, get_recipe("block128")), run.calibration, 1.0)
+    small = size(buffer for name, buffer in held.own.named_buffers() if name.endswith(SMALL))
+    assert estimate.parts["calibration's reference"] == held.num_bytes - small > estimate.parts["FP32 masters"]
+
+
+def test_a_ratio_from_an_fp32_shadow_adds_its_copies():
+    shape = decoder_config(tiny_config("llama"))
+    shadowed = {**BASE, "algorithm": {"ratio_from": "fp32_shadow"}, "calibration": None}
+    estimate = estimate_memory(from_dict(TrainConfig, shadowed, "test"), shape, two_forwards=False)
+    fp32 = estimate_memory(from_dict(TrainConfig, {**BASE, "precision": {"recipe": "fp32"}}, "test"), shape, False)
+    assert estimate.parts["FP32 shadow"] == fp32.parts["fp32 bytes"] + fp32.parts["operands"] > 0
 
 
 def test_bf16_steps_as_a_rescue_add_their_weights_and_cache():
