@@ -1,7 +1,7 @@
 """Finds the final answer in a completion, and checks it against the reference.
 
-The checks are what a task's `check` may be: `check_math`, `check_exact`, `check_choice`, `CheckNumeric`; GSM8K's is
-beside its data. None waits or crashes on purpose, but an expression may take for ever: `VerifierPool` bounds it.
+The checks are what a task's `check` may be, by name in `checks`: `check_math`, `check_exact`, `check_choice`; and
+`CheckNumeric`. None waits or crashes on purpose, but an expression may take for ever: `VerifierPool` bounds it.
 """
 
 import re
@@ -11,7 +11,6 @@ from fractions import Fraction
 from octavo.tasks.answers_compare import compare_answers
 from octavo.tasks.answers_plain import closing_brace, plain
 from octavo.tasks.answers_values import NUMBER_IN_TEXT, read_value
-from octavo.tasks.answers_values import parse_number as parse_number
 from octavo.tasks.problem import Problem
 from octavo.tasks.verdict import Verdict, judged
 
@@ -68,10 +67,11 @@ def check_math(problem: Problem, completion_text: str) -> Verdict:
     answer = extract_answer(completion_text)
     if answer is None:
         return Verdict("unparsable", 0.0, "no answer")
-    equality, why = compare_answers(answer, problem.answer)
-    if equality == "unreadable":
-        return Verdict("unparsable", 0.0, why or "the answer cannot be compared")
-    return judged(equality == "equal")
+    found = [compare_answers(answer, reference) for reference in (problem.answer, *problem.accepted)]
+    equality, why = max(found, key=lambda result: ("unreadable", "different", "equal").index(result[0]))
+    return (
+        Verdict("unparsable", 0.0, why or "no comparison") if equality == "unreadable" else judged(equality == "equal")
+    )
 
 
 def check_exact(problem: Problem, completion_text: str) -> Verdict:
@@ -112,7 +112,7 @@ class CheckNumeric:
         """The verdict on a completion."""
         answer = extract_answer(completion_text)
         number = None if answer is None else _one_number(answer)
-        references = [value for line in problem.answer.splitlines() if (value := _one_number(line)) is not None]
+        references = [value for text in (problem.answer, *problem.accepted) if (value := _one_number(text)) is not None]
         if number is None or not references:
             return Verdict("unparsable", 0.0, "no number" if number is None else "the reference is no number")
         tolerance = Fraction(self.relative_tolerance)

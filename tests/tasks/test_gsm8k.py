@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from octavo.tasks.answers import parse_number
-from octavo.tasks.checks import check_math
+from octavo.tasks.answers import check_math
+from octavo.tasks.answers_values import parse_number
 from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.problem import Problem
 
