@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from octavo import __version__
+from octavo.bench.commands import bench
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.completion import complete_config, complete_override
 from octavo.trainer.errors import reason
@@ -285,79 +286,31 @@ def report(
 @app.command(
     epilog=examples(
         "octavo export runs/demo exported",
-        "octavo export runs/demo exported --checkpoint step_000020",
+        "octavo export runs/demo exported --checkpoint step_000020 --weights fp8",
     )
 )
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run: its output_dir.")],
     output: Annotated[Path, typer.Argument(metavar="FOLDER", help="Model folder to make.")],
     checkpoint: Annotated[str, typer.Option(help="best, newest, or a name, as step_000020.")] = "best",
+    weights: Annotated[
+        Literal["bf16", "fp8"], typer.Option(help="fp8: the very bytes of the rollout, in blocks of 128x128.")
+    ] = "bf16",
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face folder in BF16."""
+    """Write a checkpoint of a run as a Hugging Face folder, in BF16 or block FP8."""
     from octavo.trainer.export import export_checkpoint
 
-    print(f"done: {output}, from {export_checkpoint(run, output, checkpoint)}")
+    export = export_checkpoint(run, output, checkpoint, weights)
+    for reader, projections in export.obstacles.items():
+        if projections:
+            print(
+                f"note: octavo reads this folder, {reader} would refuse or misread it, for the widths of "
+                f"{len(projections)} projections, the first {projections[0]}. Export BF16 for {reader}"
+            )
+    print(f"done: {output}, from {export.checkpoint}")
 
 
-bench = typer.Typer(
-    help="Measure this machine: what FP8 gains here; result files side by side.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
 app.add_typer(bench, name="bench")
-
-
-@bench.command(
-    "gemm",
-    epilog=examples(
-        "octavo bench gemm --model Qwen/Qwen3-8B",
-        "octavo bench gemm --model models/smollm2 --recipe w8a16 --train-tokens 0 --decode-tokens 1 --decode-tokens 64",
-    ),
-)
-def bench_gemm(
-    model: Annotated[str, typer.Option(metavar="FOLDER", help="Model folder or hub id; its config.json is read.")],
-    recipe: Annotated[str, typer.Option(help="Compared with BF16.")] = "block128",
-    train_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a training batch; 0 leaves training out.")] = 8192,
-    decode_tokens: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Sequences decoded at once, repeatable. [default: 16, 64, 128]"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-) -> None:
-    """What a recipe gains over BF16 in each linear layer of a model on this GPU, and which kernels ran.
-
-    Casts are included; weights are random. Says plainly where FP8 will not help.
-    """
-    from rich.console import Console
-
-    from octavo.bench import gemm
-    from octavo.bench.measure import require_cuda
-    from octavo.bench.page import show_gains
-    from octavo.models.config import read_config
-    from octavo.numerics.recipe import get_recipe
-
-    chosen = get_recipe(recipe)
-    require_cuda("octavo bench gemm")
-    config = read_config(model)[0]
-    gains = list(gemm.bench_gemm(config, chosen, train_tokens, decode_tokens or [16, 64, 128]))
-    if as_json:
-        print(json.dumps([{**vars(gain), "speedup": gain.speedup} for gain in gains], indent=1))
-    else:
-        show_gains(gains, recipe, Console(highlight=False, soft_wrap=True))
-
-
-@bench.command("compare", epilog=examples("octavo bench compare benchmarks/results/gemm.json /tmp/gemm.json"))
-def bench_compare(
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="Result file of a benchmark.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="Another of the same benchmark.")],
-) -> None:
-    """Two result files side by side."""
-    from rich.console import Console
-
-    from octavo.bench.page import show_comparison
-    from octavo.bench.results import compare
-
-    show_comparison(compare(first, second), (first.name, second.name), Console(highlight=False, soft_wrap=True))
 
 
 @app.callback(invoke_without_command=True)

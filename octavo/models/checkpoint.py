@@ -1,6 +1,7 @@
 """Hugging Face folders in and out: sharded safetensors, fused projections split and joined by name.
 
 Names on disk are transformers' (`model.layers.0.self_attn.q_proj.weight`); in memory q, k, v and gate, up are fused.
+Weights are BF16 (FP16, FP32), or FP8 by blocks (`models.fp8_folder`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
@@ -18,10 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.kernels.device import require_kernels
+from octavo.models import fp8_folder
 from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
+from octavo.numerics.fp8 import E4M3
 from octavo.numerics.recipe import Recipe
 
+WeightFormat = Literal["bf16", "fp8"]
+"""Of the linear layers in a folder."""
 KEPT_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -58,8 +64,15 @@ def load_decoder(
     config, hf_config = read_config(path)
     decoder = Decoder(config, hf_config, recipe, max_tokens=max_tokens)
     folder = _folder(path)
+    in_fp8 = getattr(hf_config, "quantization_config", None) is not None
+    if in_fp8 and dither_seed is not None:
+        raise ValueError(f"model.dither_masters moves BF16 weights, and {path} holds FP8 ones. Set it to false")
     missing = dict(_tensors(decoder))
+    fp8_parts: dict[str, Tensor] = {}
     for name, tensor in _read_tensors(folder):
+        if in_fp8 and (tensor.dtype == E4M3 or name.endswith(fp8_folder.SCALE)):
+            fp8_parts[name] = tensor
+            continue
         target = missing.pop(name, None)
         if target is None:
             if name == "lm_head.weight" and config.tied_embeddings or name.endswith("rotary_emb.inv_freq"):
@@ -76,6 +89,7 @@ def load_decoder(
             )
         with torch.no_grad():
             target.copy_(tensor)
+    weights = _fp8_weights(folder, fp8_parts, missing)
     if missing:
         raise ValueError(
             f"{folder} is incomplete: {len(missing)} tensors are missing, the first is {next(iter(missing))!r}"
@@ -84,20 +98,25 @@ def load_decoder(
         dither_masters_(decoder, dither_seed)
     decoder.to(device)
     decoder.requantize_()
+    fp8_folder.put_bytes_(decoder, weights)
     return decoder
 
 
-def save_decoder(decoder: Decoder, path: str | Path, source: str | Path, max_shard_size: str = "5GB") -> None:
-    """Write a BF16 Hugging Face folder, whole or not at all, with the tokenizer files of `source`.
+def save_decoder(
+    decoder: Decoder, path: str | Path, source: str | Path, max_shard_size: str = "5GB", weights: WeightFormat = "bf16"
+) -> None:
+    """Write a Hugging Face folder, whole or not at all, with the tokenizer files of `source`.
 
     Args:
         decoder: its masters are rounded to BF16 (kept in FP32 under the fp32 recipe).
         path: folder to make; a model folder that is there already is replaced once the new one is complete.
         source: folder or hub id that the model came from.
         max_shard_size: of one safetensors file, "5GB".
+        weights: "fp8" writes the bytes and scales of quantised projections as the decoder has them.
 
     Raises:
-        ValueError: path holds something that is not a model, or the files of `source` are gone.
+        ValueError: the recipe's weights have no FP8 folder, path holds something that is not a model, or the files of
+            `source` are gone.
         OSError: the disk is full or broken; a model that was there is as it was.
     """
     path = Path(path)
@@ -107,8 +126,8 @@ def save_decoder(decoder: Decoder, path: str | Path, source: str | Path, max_sha
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        _write_folder(decoder, partial, source, max_shard_size)
-    except OSError:
+        _write_folder(decoder, partial, source, max_shard_size, weights)
+    except (OSError, ValueError):
         shutil.rmtree(partial, ignore_errors=True)
         raise
     replaced = path.with_name(path.name + ".replaced")
@@ -134,8 +153,34 @@ def dither_masters_(decoder: Decoder, seed: int) -> None:
         tensor.copy_(torch.where(stays, bf16.float(), moved))
 
 
-def _write_folder(decoder: Decoder, folder: Path, source: str | Path, max_shard_size: str) -> None:
+def _fp8_weights(
+    folder: Path, parts: dict[str, Tensor], missing: dict[str, Tensor]
+) -> dict[str, fp8_folder.StoredWeight]:
+    """FP8 weights of a folder from their tensors. Fills their masters, which are then no longer `missing`."""
+    weights = {}
+    for name in dict.fromkeys(part.rpartition(".")[0] for part in parts):
+        q, scale, target = parts.get(f"{name}.weight"), parts.get(f"{name}.{fp8_folder.SCALE}"), f"{name}.weight"
+        if target not in missing:
+            raise ValueError(f"{folder} holds {name!r} in FP8, which this decoder does not have, or in BF16, too")
+        master = missing.pop(target)
+        weights[name] = fp8_folder.checked(str(folder), name, q, scale, master.shape)
+        master.copy_(weights[name].values())
+    return weights
+
+
+def _write_folder(
+    decoder: Decoder, folder: Path, source: str | Path, max_shard_size: str, weights: WeightFormat
+) -> None:
+    hf_config = copy.deepcopy(decoder.hf_config)
+    hf_config.dtype = decoder.dtype
+    if hasattr(hf_config, "quantization_config"):
+        del hf_config.quantization_config
     state = {name: tensor.detach().to("cpu", decoder.dtype).contiguous() for name, tensor in _tensors(decoder)}
+    if weights == "fp8":
+        for name, stored in fp8_folder.stored_weights(decoder).items():
+            state[f"{name}.weight"] = stored.q.cpu().contiguous()
+            state[f"{name}.{fp8_folder.SCALE}"] = stored.scale.cpu().contiguous()
+        hf_config.quantization_config = fp8_folder.quantization_config(decoder)
     split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     for filename, names in split.filename_to_tensors.items():
         try:
@@ -145,8 +190,6 @@ def _write_folder(decoder: Decoder, folder: Path, source: str | Path, max_shard_
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    hf_config = copy.deepcopy(decoder.hf_config)
-    hf_config.dtype = decoder.dtype
     hf_config.save_pretrained(folder)
     for pattern in KEPT_FILES:
         for file in filter(Path.is_file, _folder(source).glob(pattern)):

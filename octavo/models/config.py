@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -14,6 +16,16 @@ COUNTS = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 """Keys of config.json that count something."""
+
+
+FP8_FORMAT = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "scale_fmt": "float",
+}
+"""The `quantization_config` that is read and written (`models.fp8_folder`), but for the modules left in BF16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +99,6 @@ def decoder_config(hf_config: PretrainedConfig, path: str = "model") -> DecoderC
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
     unsupported = {
-        "quantization_config": getattr(hf_config, "quantization_config", None) is not None,
         "use_sliding_window": bool(getattr(hf_config, "use_sliding_window", False)),
         "mlp_bias": bool(getattr(hf_config, "mlp_bias", False)),
         "attention_bias": family != "qwen2" and bool(getattr(hf_config, "attention_bias", False)),
@@ -98,6 +109,7 @@ def decoder_config(hf_config: PretrainedConfig, path: str = "model") -> DecoderC
         if present:
             value = getattr(hf_config, key)
             raise ValueError(f"{path}: config.json has {key}={value!r}, which octavo does not support")
+    _check_quantization(getattr(hf_config, "quantization_config", None), path)
     for key in COUNTS:
         count = getattr(hf_config, key, None)
         if count is not None and count < 1:
@@ -127,3 +139,16 @@ def decoder_config(hf_config: PretrainedConfig, path: str = "model") -> DecoderC
         tied_embeddings=hf_config.tie_word_embeddings,
         max_positions=hf_config.max_position_embeddings,
     )
+
+
+def _check_quantization(found: Mapping[str, Any] | None, path: str) -> None:
+    """ValueError for another quantisation than FP8_FORMAT; keys but the method and the block size may be absent."""
+    if found is None:
+        return
+    for key, wanted in FP8_FORMAT.items():
+        value = found.get(key, None if key in ("quant_method", "weight_block_size") else wanted)
+        if (list(value) if isinstance(value, tuple) else value) != wanted:
+            raise ValueError(
+                f"{path}: config.json has quantization_config={dict(found)!r}, which octavo does not support: it reads "
+                f"{key}={wanted!r}, or a model that is not quantised"
+            )

@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.models.checkpoint import load_decoder, save_decoder
+from octavo.models.checkpoint import WeightFormat, load_decoder, save_decoder
+from octavo.models.fp8_folder import obstacles
 from octavo.trainer.checkpoint import Checkpoint, list_checkpoints, newest_checkpoint, read_checkpoint
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
 
 
-def export_checkpoint(run_folder: Path, output: Path, which: str = "best") -> Path:
-    """Write the policy of a checkpoint as a Hugging Face folder, as the end of a run would.
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What was written."""
+
+    checkpoint: Path
+    """That it came from."""
+    obstacles: dict[str, list[str]]
+    """Other readers of an FP8 folder, and the projections for which they fail; empty for BF16."""
+
+
+def export_checkpoint(run_folder: Path, output: Path, which: str = "best", weights: WeightFormat = "bf16") -> Export:
+    """Write the policy of a checkpoint as a Hugging Face folder, in BF16 as the end of a run would.
 
     Args:
         run_folder: output_dir of a run.
         output: folder to make; it must not be there yet.
         which: "best" (the highest evaluation accuracy), "newest" that is whole, or a name such as step_000020.
-
-    Returns:
-        Path of the checkpoint that was taken.
+        weights: "fp8" writes the bytes that the rollout ran, in blocks of 128x128.
 
     Raises:
-        ValueError: no such run or checkpoint, it is damaged, the model it started from is gone, or output is there.
+        ValueError: no such run or checkpoint, it is damaged, the model it started from is gone, or output is there; the
+            rollout's recipe has other blocks.
     """
     if output.exists():
         raise ValueError(f"{output} is there already. Give a folder that is to be made")
     checkpoint = find_checkpoint(run_folder, which)
     config = from_dict(TrainConfig, checkpoint.state["config"], f"{checkpoint.path}/state.json")
-    decoder = load_decoder(config.model.path, config.precision.train_recipe())
+    decoder = load_decoder(config.model.path, config.precision.rollout_recipe())
     checkpoint.copy_into("policy", {name: parameter.detach() for name, parameter in decoder.named_parameters()})
-    save_decoder(decoder, output, config.model.path)
-    return checkpoint.path
+    if checkpoint.state["policy_version"]:  # the bytes of the first version are as they were loaded
+        decoder.requantize_()
+    save_decoder(decoder, output, config.model.path, weights=weights)
+    return Export(checkpoint=checkpoint.path, obstacles=obstacles(decoder) if weights == "fp8" else {})
 
 
 def find_checkpoint(run_folder: Path, which: str) -> Checkpoint:

@@ -151,7 +151,7 @@ class Session:
         for group, tensors in self._tensors().items():
             checkpoint.copy_into(group, tensors)
         self.optimizer.update = state["policy_version"]
-        for decoder in self.run.decoders:
+        for decoder in self.run.decoders if self.optimizer.update else ():  # the first bytes are as they were loaded
             decoder.requantize_()
         self.progress, self._saved = Progress.from_json(state["progress"]), checkpoint.path.name
         trainer = self.run.config.trainer  # of a changed config too, whose other updates the schedule must not count

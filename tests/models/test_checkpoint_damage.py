@@ -113,10 +113,10 @@ def test_a_folder_without_safetensors_is_named(make_folder):
         load_decoder(folder, get_recipe("bf16"))
 
 
-def test_an_fp8_checkpoint_is_refused_by_its_config(make_folder):
+def test_a_quantised_checkpoint_of_another_kind_is_refused_by_its_config(make_folder):
     folder, _ = make_folder()
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [64, 64]}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"quantization_config=.*weight_block_size"):
         load_decoder(folder, get_recipe("block128"))

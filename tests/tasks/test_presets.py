@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -77,6 +78,20 @@ def test_minerva_accepts_every_answer_of_its_list(data_dir, monkeypatch):
     monkeypatch.setenv("OCTAVO_DATA", str(data_dir))
     problem = next(p for p in DatasetConfig(preset="minerva").build().test if p.accepted == ("6630",))
     assert problem.answer == "6630.65"
+
+
+def test_the_documents_list_every_preset_as_it_is():
+    page = (Path(__file__).resolve().parents[2] / "docs/data.md").read_text()
+    lines = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| (\S+) \| (\S+) \| (\w+) \| (.*) \|$", page, re.M)
+    listed = {line[0]: line[1:] for line in lines}
+    assert list(listed) == list(PRESETS)
+    for name, preset in PRESETS.items():
+        link = "–"
+        if preset.hub:
+            more = f", {preset.hub_config}" if preset.hub_config else ""
+            link = f"[{preset.hub}](https://huggingface.co/datasets/{preset.hub}){more}"
+        splits = (preset.train or "–", preset.test or "–")
+        assert listed[name] == (preset.folder, link, *splits, preset.check, preset.licence)
 
 
 def test_a_published_split_on_its_own_name(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from octavo.tasks.prompts import encode_prompt, keep_within_limit, stop_token_ids
+from octavo.tasks.prompts import encode_messages, encode_prompt, keep_within_limit, stop_token_ids
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
@@ -69,6 +69,44 @@ def test_unknown_option_and_empty_prompt_are_errors():
         encode_prompt(build_tokenizer(), "one", chat_template="sometimes")
     with pytest.raises(ValueError, match="at least one token"):
         encode_prompt(build_tokenizer(), "")
+
+
+TURNS = [
+    {"role": "system", "content": "brief"},
+    {"role": "user", "content": "add one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "add two"},
+]
+
+
+def test_examples_are_turns_of_a_chat_or_plain_text():
+    chat = build_tokenizer(chat_template=TEMPLATE)
+    wanted = "< system > brief < user > add one < assistant > two < user > add two < assistant >"
+    assert words(chat, encode_messages(chat, TURNS)) == wanted
+    plain = build_tokenizer()
+    plain.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    plain.backend_tokenizer.model = models.WordLevel(
+        {"<unk>": 0, "brief\n\nadd": 1, " ": 2, "one\ntwo\n\nadd": 3, "two": 4}, "<unk>"
+    )
+    assert encode_messages(plain, TURNS) == [1, 2, 3, 2, 4]
+
+
+def test_the_thinking_switch_reaches_the_template_or_is_refused():
+    template = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}brief{% endif %}"
+    tokenizer = build_tokenizer(chat_template=template)
+    turn = [{"role": "user", "content": "one"}]
+    assert words(tokenizer, encode_messages(tokenizer, turn)) == "< user > one < assistant >"
+    assert words(tokenizer, encode_messages(tokenizer, turn, enable_thinking=True)) == "< user > one < assistant >"
+    assert (
+        words(tokenizer, encode_messages(tokenizer, turn, enable_thinking=False)) == "< user > one < assistant > brief"
+    )
+    for other, template in (
+        (build_tokenizer(chat_template=TEMPLATE), "auto"),
+        (build_tokenizer(), "auto"),
+        (tokenizer, "never"),
+    ):
+        with pytest.raises(ValueError, match="enable_thinking=False wants a chat template with that switch"):
+            encode_messages(other, turn, template, enable_thinking=False)
 
 
 def test_stop_tokens_come_from_all_three_sources():

@@ -2,6 +2,8 @@ import builtins
 import gzip
 import importlib.util
 import json
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -35,14 +37,35 @@ def test_the_same_rows_from_every_format(suffix, tmp_path):
 
 @needs_datasets
 def test_parquet(tmp_path):
-    from datasets import Dataset
+    import pyarrow
+    from pyarrow.parquet import write_table
 
     nested = [{"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}] * 3
-    Dataset.from_list(nested).to_parquet(tmp_path / "train.parquet")
+    write_table(pyarrow.Table.from_pylist(nested), tmp_path / "train.parquet")
     assert rows_of(tmp_path, "train") == [(f"row {index}", row) for index, row in enumerate(nested)]
     (tmp_path / "train.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match="train.parquet cannot be read as Parquet"):
         rows_of(tmp_path, "train")
+
+
+def test_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        if name == "owner/gone":
+            raise ConnectionError("no\nnetwork")
+        return iter([{"a": 1}])
+
+    module = ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setenv("OCTAVO_DATA", str(tmp_path))
+    source = find_source("owner/name", ("test", "validation"), "main")
+    assert list(source.rows()) == [("row 0", {"a": 1})] and source.name == "the hub's owner/name, validation"
+    with pytest.raises(ValueError, match=r"'owner/gone' is no file or folder here, and the hub .*\(no network\)"):
+        list(find_source("owner/gone", ("test",)).rows())
+    assert asked == [("owner/name", "main", "validation"), ("owner/gone", None, "test")]
 
 
 def test_parquet_and_the_hub_ask_for_the_package(tmp_path, monkeypatch):

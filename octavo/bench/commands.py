@@ -1,0 +1,66 @@
+"""`octavo bench`: what FP8 gains on this machine, and result files side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(
+    help="Measure this machine: what FP8 gains here; result files side by side.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+
+@bench.command(
+    "gemm",
+    epilog="- `octavo bench gemm --model Qwen/Qwen3-8B`\n\n"
+    "- `octavo bench gemm --model models/smollm2 --recipe w8a16 --train-tokens 0 --decode-tokens 1 --decode-tokens 64`",
+)
+def bench_gemm(
+    model: Annotated[str, typer.Option(metavar="FOLDER", help="Model folder or hub id; its config.json is read.")],
+    recipe: Annotated[str, typer.Option(help="Compared with BF16.")] = "block128",
+    train_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a training batch; 0 leaves training out.")] = 8192,
+    decode_tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Sequences decoded at once, repeatable. [default: 16, 64, 128]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """What a recipe gains over BF16 in each linear layer of a model on this GPU, and which kernels ran.
+
+    Casts are included; weights are random. Says plainly where FP8 will not help.
+    """
+    from rich.console import Console
+
+    from octavo.bench import gemm
+    from octavo.bench.measure import require_cuda
+    from octavo.bench.page import show_gains
+    from octavo.models.config import read_config
+    from octavo.numerics.recipe import get_recipe
+
+    chosen = get_recipe(recipe)
+    require_cuda("octavo bench gemm")
+    config = read_config(model)[0]
+    gains = list(gemm.bench_gemm(config, chosen, train_tokens, decode_tokens or [16, 64, 128]))
+    if as_json:
+        print(json.dumps([{**vars(gain), "speedup": gain.speedup} for gain in gains], indent=1))
+    else:
+        show_gains(gains, recipe, Console(highlight=False, soft_wrap=True))
+
+
+@bench.command("compare", epilog="- `octavo bench compare benchmarks/results/gemm.json /tmp/gemm.json`")
+def bench_compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="Result file of a benchmark.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Another of the same benchmark.")],
+) -> None:
+    """Two result files side by side."""
+    from rich.console import Console
+
+    from octavo.bench.page import show_comparison
+    from octavo.bench.results import compare
+
+    show_comparison(compare(first, second), (first.name, second.name), Console(highlight=False, soft_wrap=True))
