@@ -91,6 +91,7 @@ class Engine:
         seed: int = 0,
         first_index: int = 0,
         progress: Callable[[int], None] | None = None,
+        on_completion: Callable[[int, int, Completion], None] | None = None,
     ) -> list[list[Completion]]:
         """Sample `group_size` completions of each prompt.
 
@@ -105,6 +106,7 @@ class Engine:
             seed: of the random numbers.
             first_index: index of the first prompt, when these are a part of more prompts.
             progress: called after every step with the number of completions that finished in it; may raise.
+            on_completion: called with (index in `prompts`, group member, completion) of each as it finishes.
 
         Returns:
             P lists of G completions.
@@ -140,6 +142,9 @@ class Engine:
                 if token in self.stop_token_ids or len(sequence.completion) == max_completion_tokens:
                     queue.finish(sequence, "stop" if token in self.stop_token_ids else "length")
                     num_finished += 1
+                    if on_completion is not None:
+                        p, g = divmod(sequence.sequence_id, MAX_GROUP_SIZE)
+                        on_completion(p - first_index, g, _completion(sequence))
             if progress is not None:
                 progress(num_finished)
         self.num_preemptions = queue.num_preemptions

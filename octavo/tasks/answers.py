@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from octavo.tasks.answers_compare import compare_answers
+from octavo.tasks.answers_compare import compare_answers, compare_numbers
 from octavo.tasks.answers_plain import closing_brace, plain
 from octavo.tasks.answers_values import NUMBER_IN_TEXT, read_value
 from octavo.tasks.problem import Problem
@@ -22,9 +22,10 @@ _BETWEEN_BOXES = re.compile(r"(?:[\s$,;]|\\[()\[\],;]|\b(?:and|or)\b)*")
 _PHRASE = re.compile(
     r"\banswer\b[^\n.:=]{0,40}?(?:\bis\b|[:=])\s*(?:simply|just|equal to|approximately)?\s*:?", re.IGNORECASE
 )
-_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL)
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z\"'(*]|\s*$)|\n")
-_WORDS = r"(?:[A-Za-z]{2,}[\s,.:;'\"*]*|[\s.:;*])*"
+_WORDS = r"(?:[\s.:;*]*(?:[A-Za-z]{2,}+[\s,.:;'\"*]*)*)"  # each text in one way only, or a match takes for ever
 _NUMBER_AMONG_WORDS = re.compile(
     rf"(?:{_WORDS}(?<=[\s*])(?!-\s))?(?P<number>{NUMBER_IN_TEXT.pattern})(?:[.*]*\s+{_WORDS}|[.*]*)"
 )
@@ -41,7 +42,7 @@ def extract_answer(text: str) -> str | None:
     not stand in.
     """
     _, _, spoken = text[-SEARCHED_CHARS:].rpartition("</think>")
-    answers = re.findall(r"<answer>(.*?)</answer>", spoken, flags=re.DOTALL)
+    answers = _TAGGED.findall(spoken)
     spoken = answers[-1] if answers else spoken
     if _BOX.search(spoken):
         return _boxed(spoken)
@@ -69,9 +70,19 @@ def check_math(problem: Problem, completion_text: str) -> Verdict:
         return Verdict("unparsable", 0.0, "no answer")
     found = [compare_answers(answer, reference) for reference in (problem.answer, *problem.accepted)]
     equality, why = max(found, key=lambda result: ("unreadable", "different", "equal").index(result[0]))
-    return (
-        Verdict("unparsable", 0.0, why or "no comparison") if equality == "unreadable" else judged(equality == "equal")
-    )
+    if equality == "unreadable":
+        return Verdict("unparsable", 0.0, why or "no comparison")
+    return judged(equality == "equal")
+
+
+def check_numbers(problem: Problem, completion_text: str) -> Verdict | None:
+    """`check_math`'s verdict where there is no answer, or it and the references are plain numbers; None where more is
+    to be read than takes a millisecond."""
+    answer = extract_answer(completion_text)
+    references = (problem.answer, *problem.accepted)
+    if answer is not None and any(compare_numbers(answer, reference) is None for reference in references):
+        return None
+    return check_math(problem, completion_text)
 
 
 def check_exact(problem: Problem, completion_text: str) -> Verdict:

@@ -53,11 +53,8 @@ def compare_answers(answer: str, reference: str) -> tuple[Equality, str]:
         answer: as the completion wrote it, without \\boxed.
         reference: the right answer.
     """
-    if len(answer) > MAX_ANSWER_CHARS:
-        return "unreadable", f"longer than {MAX_ANSWER_CHARS} characters"
-    one, other = parse_number(answer), parse_number(reference)
-    if one is not None and other is not None and (one == other or "%" not in answer + reference):
-        return ("equal" if one == other else "different"), ""
+    if (found := compare_numbers(answer, reference)) is not None:
+        return found
     if _CONTROL.search(answer):
         return "unreadable", "control characters"
     if max(accumulate(("([{".count(c) - ")]}".count(c) for c in answer), initial=0)) > MAX_NESTED:
@@ -66,6 +63,16 @@ def compare_answers(answer: str, reference: str) -> tuple[Equality, str]:
     if not given or not expected:
         return "unreadable", "empty" if not given else "the reference is empty"
     return _compare(given, expected)
+
+
+def compare_numbers(answer: str, reference: str) -> tuple[Equality, str] | None:
+    """The same of two plain numbers, and of an answer that is too long to be read; None for any other."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return "unreadable", f"longer than {MAX_ANSWER_CHARS} characters"
+    one, other = parse_number(answer), parse_number(reference)
+    if one is None or other is None or (one != other and "%" in answer + reference):
+        return None
+    return ("equal" if one == other else "different"), ""
 
 
 def _compare(given: str, expected: str) -> tuple[Equality, str]:

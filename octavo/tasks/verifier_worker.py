@@ -4,6 +4,8 @@ The template has loaded what checks need, so a new worker is there in millisecon
 the process that started them, however it ends.
 """
 
+import gc
+import importlib
 import os
 import pickle
 import random
@@ -12,7 +14,7 @@ import signal
 import socket
 import struct
 import sys
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.tasks.linux import PR_SET_CHILD_SUBREAPER, children, die_with_parent, kill_children, prctl
@@ -22,18 +24,22 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<Q")
 
 
-def template(descriptor: int, memory_bytes: int) -> None:
+def template(descriptor: int, memory_bytes: int, modules: Sequence[str]) -> None:
     """Fork a worker for every connection that comes in over the socket, until it closes.
 
     Args:
-        descriptor: of the socket; a message is one byte, 1 if modules are to be loaded first, with a connection.
+        descriptor: of the socket; a message is one byte with a connection.
         memory_bytes: address space of a worker.
+        modules: to load first; those that have a function `warm_up` want it called.
     """
     signal.signal(signal.SIGTERM, _stop)
     die_with_parent(os.getppid(), signal.SIGTERM)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a killed worker leaves behind comes here, to be killed
     orders = socket.socket(fileno=descriptor)
+    for name in modules:
+        getattr(importlib.import_module(name), "warm_up", lambda: None)()
+    gc.freeze()  # a worker's collections leave these pages shared
     workers: set[int] = set()
     try:
         while True:
@@ -42,8 +48,6 @@ def template(descriptor: int, memory_bytes: int) -> None:
                 return
             workers &= children()
             kill_children(but=workers)
-            if message == b"\x01":
-                _warm_up()
             workers.add(_fork_worker(orders, connections[0], memory_bytes))
     finally:
         kill_children()
@@ -71,14 +75,6 @@ def _fork_worker(orders: socket.socket, connection: int, memory_bytes: int) -> i
     os.close(connection)
     orders.sendall(_LENGTH.pack(child))
     return child
-
-
-@lru_cache(maxsize=1)
-def _warm_up() -> None:
-    """Load what an expression needs, a second's work, so that every later worker has it from the start."""
-    from octavo.tasks.answers_symbolic import compare_expressions
-
-    compare_expressions("2x+1", "1+2x")
 
 
 def send(connection: socket.socket, message: bytes) -> None:

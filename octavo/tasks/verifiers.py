@@ -14,16 +14,18 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.tasks.sandbox import ALLOW_UNISOLATED
 from octavo.tasks.verdict import Verdict
 from octavo.tasks.verifier_worker import receive, send
 
-START_TIMEOUT_S = 60
+SYMBOLIC = "octavo.tasks.answers_symbolic"
+START_TIMEOUT_S = 120
 """For a worker to appear; loading modules on a busy machine takes seconds."""
 
 
@@ -55,14 +57,15 @@ class VerifierPool:
 
     Args:
         config: VerifierConfig.
+        modules: that every worker has loaded from the start, so that loading them is in nobody's time.
     """
 
-    def __init__(self, config: VerifierConfig) -> None:
+    def __init__(self, config: VerifierConfig, modules: Sequence[str] = (SYMBOLIC,)) -> None:
         self.config = config
         self.num_workers = config.num_workers or min(16, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="verifier")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._template = _Template(config.memory_mb * 2**20)
+        self._template = _Template(config, modules)
         for _ in range(self.num_workers):
             self._idle.put(_Worker(self._template))
         weakref.finalize(self, _Template.close, self._template)
@@ -102,13 +105,12 @@ class VerifierPool:
 class _Template:
     """The process that forks workers; started anew if it is lost."""
 
-    def __init__(self, memory_bytes: int) -> None:
-        self.memory_bytes = memory_bytes
+    def __init__(self, config: VerifierConfig, modules: Sequence[str]) -> None:
+        self.config, self.modules = config, tuple(modules)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
         self._closed = False
-        self._num_lost = 0
 
     def fork(self) -> tuple[int, socket.socket]:
         """A new worker: its process id and the connection to it."""
@@ -121,7 +123,7 @@ class _Template:
                 assert self._orders is not None
                 ours, theirs = socket.socketpair()
                 try:
-                    socket.send_fds(self._orders, [b"\x01" if self._num_lost else b"\x00"], [theirs.fileno()])
+                    socket.send_fds(self._orders, [b"+"], [theirs.fileno()])
                     number = self._orders.recv(8, socket.MSG_WAITALL)
                     if len(number) == 8:
                         return int.from_bytes(number, "little"), ours
@@ -134,10 +136,6 @@ class _Template:
                 self._stop()
             raise OSError("the template process does not start workers")
 
-    def count_lost(self) -> None:
-        """A worker was lost; more will be, so the next ones are worth a warm start."""
-        self._num_lost += 1
-
     def close(self) -> None:
         """Kill the template, and with it every worker."""
         with self._lock:
@@ -147,16 +145,20 @@ class _Template:
     def _start(self) -> None:
         self._stop()
         self._orders, theirs = socket.socketpair()
-        self._orders.settimeout(START_TIMEOUT_S)
+        self._orders.settimeout(START_TIMEOUT_S)  # also for loading the modules
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from octavo.tasks.verifier_worker import template; "
-            f"template({theirs.fileno()}, {self.memory_bytes})"
+            f"template({theirs.fileno()}, {self.config.memory_mb * 2**20}, {self.modules!r})"
         )
+        environment = {key: value for key, value in os.environ.items() if key != ALLOW_UNISOLATED}
+        if self.config.allow_unisolated:
+            environment[ALLOW_UNISOLATED] = "1"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=environment,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C in the terminal is for the run, which then closes the pool
         )
@@ -208,4 +210,3 @@ class _Worker:
             os.killpg(self.pid, signal.SIGKILL)
         self.connection.close()
         self.connection = None
-        self.template.count_lost()

@@ -15,8 +15,8 @@ from octavo.models.checkpoint import load_decoder, weight_files
 from octavo.models.decoder import Decoder
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
+from octavo.rollout.counter import uniform_bits
 from octavo.rollout.engine import Engine
-from octavo.rollout.sampler import uniform_bits
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import stop_token_ids
 from octavo.trainer.config import TrainConfig
