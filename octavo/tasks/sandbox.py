@@ -78,6 +78,9 @@ class Sandbox:
         descriptors += [connection.fileno() for connection in connections]
         try:
             _template(os.getpid()).order(config, descriptors)
+        except OSError:
+            _template.cache_clear()  # it is gone; the next sandbox starts another
+            raise
         finally:
             for descriptor in {tells, nothing, prints}:
                 os.close(descriptor)

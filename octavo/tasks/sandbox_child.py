@@ -37,6 +37,8 @@ def main() -> None:
     to tell how it goes, standard input and output, then the part's connections.
     """
     die_with_parent()
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))  # the limit of one check is not for all that follow
     orders = socket.socket(fileno=int(sys.argv[1]))
     parts = runpy.run_path(sys.argv[2])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -184,7 +186,9 @@ def limit(config: dict, isolated: bool) -> None:
     if isolated:  # elsewhere it would count all processes of the user
         limits.append((resource.RLIMIT_NPROC, config["num_processes"]))
     for name, value in limits:
-        resource.setrlimit(name, (value, value))
+        hard = resource.getrlimit(name)[1]
+        lowest = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (lowest, lowest))
     os.environ.clear()
     os.environ.update({"PATH": "/usr/bin:/bin", "HOME": "/box", "TMPDIR": "/box", "LANG": "C.UTF-8"})
     os.chdir("/box" if isolated else config["root"])

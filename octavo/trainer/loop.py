@@ -29,6 +29,7 @@ from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import packed_logprobs
 from octavo.trainer.progress import Progress
 from octavo.trainer.run import TRAINING, EncodedProblem, Run
+from octavo.trainer.scoring import Scored, Scoring, audited, scoring_faults, scoring_metrics
 
 
 def train_step(
@@ -55,12 +56,19 @@ def train_step(
     with clock.phase("rollout"):
         problems = run.problems_of_step(step)  # P prompts
         record.prompts = [encoded.problem.id for encoded in problems]
-        completions = sample(run, problems, step)  # P x G
-        rewards = score(run, problems, completions)  # [P, G]
+        scoring = Scoring(run, run.task, problems, config.rollout.group_size, config.reward)
+        completions = sample(run, problems, step, scoring)  # P x G, judged as they come
+    with clock.phase("reward_wait"):
+        scored = scoring.gather()  # P x G
+    with clock.phase("rollout"):
+        rewards = score(scored)  # [P, G]
         advantages, shaping = judge(config, completions, rewards)  # [P, G]
         mini_batches = batches(config, completions, advantages)  # microbatches of [T]
-    metrics |= rollout_metrics(completions, rewards) | shaping
-    record.samples = logged_samples(run, problems, completions, rewards, advantages)
+    metrics |= rollout_metrics(completions, rewards) | scoring_metrics(problems, scored) | shaping
+    record.samples = logged_samples(run, problems, completions, scored, advantages)
+    record.audited = [audited(p.problem, each) for p, group in zip(problems, scored, strict=True) for each in group]
+    for fault in scoring_faults(scored):
+        run.display.line(f"warning: step {step + 1}: {fault}")
 
     measures = shadow_wanted(config, step)
     with clock.phase("old_logprobs"):
@@ -87,8 +95,8 @@ def train_step(
     return metrics | learned
 
 
-def sample(run: Run, problems: list[EncodedProblem], step: int) -> list[list[Completion]]:
-    """P groups of G completions with rollout_logprobs."""
+def sample(run: Run, problems: list[EncodedProblem], step: int, scoring: Scoring) -> list[list[Completion]]:
+    """P groups of G completions with rollout_logprobs; each goes to `scoring` as it finishes."""
     rollout = run.config.rollout
     with run.display.bar("rollout", len(problems) * rollout.group_size) as advance:
         try:
@@ -99,19 +107,15 @@ def sample(run: Run, problems: list[EncodedProblem], step: int) -> list[list[Com
                 group_size=rollout.group_size,
                 seed=run.seed(TRAINING, step),
                 progress=run.on_step(advance),
+                on_completion=scoring.add,
             )
         except NonFiniteLogits as error:
             raise Diverged(f"rollout ({error})", dict(run.policy.named_parameters())) from error
 
 
-def score(run: Run, problems: list[EncodedProblem], completions: list[list[Completion]]) -> Tensor:
+def score(scored: list[list[Scored]]) -> Tensor:
     """Rewards [P, G] fp32."""
-    return torch.tensor(
-        [
-            [run.task.check(encoded.problem, run.decode(completion.tokens)).reward for completion in group]
-            for encoded, group in zip(problems, completions, strict=True)
-        ]
-    )
+    return torch.tensor([[each.reward for each in group] for group in scored])
 
 
 def judge(config: TrainConfig, completions: list[list[Completion]], rewards: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -339,7 +343,7 @@ def logged_samples(
     run: Run,
     problems: list[EncodedProblem],
     completions: list[list[Completion]],
-    rewards: Tensor,
+    scored: list[list[Scored]],
     advantages: Tensor,
 ) -> list[dict[str, Any]]:
     """Rows of samples.jsonl: the first completion of each prompt, then the second, as many as the config wants."""
@@ -349,9 +353,10 @@ def logged_samples(
         {
             "id": problems[p].problem.id,
             "prompt": run.task.prompt_text(problems[p].problem),
-            "completion": run.decode(completions[p][g].tokens),
+            "completion": scored[p][g].text,
             "answer": problems[p].problem.answer,
-            "reward": rewards[p, g].item(),
+            "outcome": scored[p][g].verdict.outcome,
+            "reward": scored[p][g].reward,
             "advantage": advantages[p, g].item(),
             "finish_reason": completions[p][g].finish_reason,
             "num_tokens": len(completions[p][g].tokens),
