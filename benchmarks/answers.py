@@ -90,10 +90,8 @@ def entry(case: Case, verdict: Verdict) -> dict[str, str]:
 def speed(pool: VerifierPool, results: Results) -> None:
     """Checks of GSM8K's answers in a second: in a run's own process, as it does plain numbers, and all in workers."""
     problems = problems_of("gsm8k")
-    texts = [
-        f"She has 3 bags of 4 apples, so 3 * 4 = 12 apples, and {'so on ' * 30}\n#### {p.answer}" for p in problems
-    ]
-    cases = [(problems[i % len(problems)], texts[i % len(texts)]) for i in range(NUM_TIMED)]
+    worked = f"She has 3 bags of 4 apples, so 3 * 4 = 12 apples, {'and so on ' * 30}\n#### "
+    cases = [(problem, worked + problem.answer) for problem in (problems * NUM_TIMED)[:NUM_TIMED]]
     start = time.perf_counter()
     own = [check_numbers(*case) for case in cases]
     middle = time.perf_counter()

@@ -90,6 +90,7 @@ def _parse(text: str) -> "Basic":
         raise ValueError(f"holds \\{min(unknown)}, which is not read")
     if re.search(r"['\"?&#@~`:;]|[0-9]\s*_|[^\x00-\x7f]", re.sub(r"\\begin\{.*?\\end\{[a-z]*\}", "", text)):
         raise ValueError("holds characters that are not read")
+    import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     config = ConversionConfig(lowercase_symbols=False, interpret_contains_as_eq=False)
@@ -100,9 +101,9 @@ def _parse(text: str) -> "Basic":
         )
     except Exception as error:  # a parser of free text, which raises whatever it meets
         raise ValueError("is no mathematics that the parser knows") from error
-    if found is None:
-        raise ValueError("is empty")
-    return found
+    if not isinstance(found, sympy.Basic | sympy.MatrixBase):
+        raise ValueError("is no mathematics that the parser knows")
+    return found.xreplace({each: sympy.Rational(str(each)) for each in found.atoms(sympy.Float)})  # 0.1 is a tenth
 
 
 def _readable(text: str) -> str:

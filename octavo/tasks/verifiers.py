@@ -70,7 +70,7 @@ class VerifierPool:
             self._idle.put(_Worker(self._template))
         weakref.finalize(self, _Template.close, self._template)
 
-    def submit(self, function: Callable[..., Verdict], *arguments: Any) -> "Future[Any]":
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Run `function(*arguments)` in a worker; both must pickle.
 
         Returns:
@@ -91,7 +91,7 @@ class VerifierPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, function: Callable[..., Verdict], arguments: tuple[Any, ...]) -> Any:
+    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         worker = self._idle.get()
         try:
             return worker.run(function, arguments, self.config.timeout_s)
@@ -185,7 +185,7 @@ class _Worker:
         self.pid = 0
         self.connection: socket.socket | None = None
 
-    def run(self, function: Callable[..., Verdict], arguments: tuple[Any, ...], timeout_s: float) -> Any:
+    def run(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """What the function returns, or the verdict on it."""
         seed = zlib.crc32(pickle.dumps(arguments))  # the same random numbers for a completion, whichever worker has it
         request = pickle.dumps((timeout_s, seed, function, arguments))

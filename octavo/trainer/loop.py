@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -57,7 +58,7 @@ def train_step(
         problems = run.problems_of_step(step)  # P prompts
         record.prompts = [encoded.problem.id for encoded in problems]
         scoring = Scoring(run, run.task, problems, config.rollout.group_size, config.reward)
-        completions = sample(run, problems, step, scoring)  # P x G, judged as they come
+        completions = sample(run, problems, step, scoring.add)  # P x G, judged as they come
     with clock.phase("reward_wait"):
         scored = scoring.gather()  # P x G
     with clock.phase("rollout"):
@@ -95,8 +96,13 @@ def train_step(
     return metrics | learned
 
 
-def sample(run: Run, problems: list[EncodedProblem], step: int, scoring: Scoring) -> list[list[Completion]]:
-    """P groups of G completions with rollout_logprobs; each goes to `scoring` as it finishes."""
+def sample(
+    run: Run,
+    problems: list[EncodedProblem],
+    step: int,
+    on_completion: Callable[[int, int, Completion], None] | None = None,
+) -> list[list[Completion]]:
+    """P groups of G completions with rollout_logprobs; `on_completion` is told of each as it finishes."""
     rollout = run.config.rollout
     with run.display.bar("rollout", len(problems) * rollout.group_size) as advance:
         try:
@@ -107,7 +113,7 @@ def sample(run: Run, problems: list[EncodedProblem], step: int, scoring: Scoring
                 group_size=rollout.group_size,
                 seed=run.seed(TRAINING, step),
                 progress=run.on_step(advance),
-                on_completion=scoring.add,
+                on_completion=on_completion,
             )
         except NonFiniteLogits as error:
             raise Diverged(f"rollout ({error})", dict(run.policy.named_parameters())) from error

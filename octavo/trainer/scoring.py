@@ -137,7 +137,7 @@ def scoring_metrics(problems: Sequence[EncodedProblem], scored: list[list[Scored
 
 
 def scoring_faults(scored: list[list[Scored]]) -> list[str]:
-    """A line for each part of the reward, and for the check, that failed instead of judging: how often, and why first."""
+    """A line for the check and for each part of the reward that failed instead of judging: how often, and why first."""
     flat = [each for group in scored for each in group]
     faults = {"the check": [each.verdict for each in flat if each.verdict.outcome == "crashed"]}
     for name in flat[0].parts:
