@@ -82,7 +82,7 @@ def rewritten(answer: str) -> str:
     text = re.sub(r"\\left\s*|\\right\s*", "", text)
     if re.fullmatch(r"\([^()]*,[^()]*\)", text):
         text = f"\\left( {text[1:-1]} \\right)"
-    text = re.sub(r"(?<![\\A-Za-z])\s*\+\s*", " + ", text)
+    text = re.sub(r"\s*(?<!\^)(?<!\{)\+\s*", " + ", text)
     return text.replace(r"\cdot", r"\times").replace("^\\circ", "^{\\circ}").replace("\\text{", "\\mbox{")
 
 

@@ -83,8 +83,8 @@ PROGRAMS: dict[str, tuple[str, tuple[Outcome, ...]]] = {
     ),
     "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", KILLED),
     "daemon": (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)\n    os._exit(0)\n"
-        "def double(x): return {i} + 1",
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(600)\n"
+        "    os._exit(0)\ndef double(x): return {i} + 1",
         SAFE,
     ),
     "daemon that waits": (

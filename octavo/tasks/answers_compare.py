@@ -293,8 +293,14 @@ def _as_chains(given: str, expected: str) -> tuple[Equality, str] | None:
     *before, last = split(given, "=") or [""]
     if not before or len(split(expected, "=")) > 1 or _RELATION.search(given.replace("=", "")):
         return None
-    checked = [part for part in before if not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", part))]
+    if any(map(_has_letters, before)) and (value := read_value(expected)) is not None and value.number == 0:
+        return "different", ""  # an equation, not a result
+    checked = [part for part in before if not _has_letters(part)]
     return _all_equal([_compare(part, expected) for part in (*checked, last)])
+
+
+def _has_letters(text: str) -> bool:
+    return re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) is not None
 
 
 def _with_units(given: str, expected: str) -> tuple[Equality, str] | None:

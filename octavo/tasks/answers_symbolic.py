@@ -110,6 +110,12 @@ def _readable(text: str) -> str:
     """What the parser takes for something else, or cannot read, under names that it takes for variables."""
     text = re.sub(r"\^\s*\{?\s*\\(?:top|intercal)(?![A-Za-z])\s*\}?", "^{T}", text)
     text = re.sub(r"\\math(?:frak|cal|scr)\s*\{\s*([A-Za-z])\s*\}", r"\\text{script\1}", text)
+    text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast|\\cdot)\s*\}?(?=\s*(?:$|[)=+-]))", r"_{\\text{star}}", text)  # an adjoint
+    text = re.sub(r"\\(d?dot)\s*\{\s*\\?([A-Za-z]+)\s*\}", r"\\text{\1\2}", text.replace(r"{\odot}", "{sun}"))
+    if re.search(
+        r"\\mathbb\s*\{[A-Z]\}\s*[_^/(\[]|[0-9/]\s*\\mathbb", text
+    ):  # a group, ring or space, no set of numbers
+        text = re.sub(r"\\mathbb\s*\{([A-Z])\}", r"\\text{space\1}", text)
     text = re.sub(
         r"(?<=[A-Za-z])('+)(?!_)", lambda match: f"_{{{'q' * len(match[1])}}}", text
     )  # primes would be dropped

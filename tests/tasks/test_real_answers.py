@@ -31,6 +31,7 @@ def test_answers_of_the_real_sets(name, data_dir, monkeypatch):
         ("-7", "x = -7.0"),
         ("\\left(1,2\\right)", "\\left( 1,2 \\right)"),
         ("x+1", "x + 1"),
+        ("2x+1", "2x + 1"),
         ("90^\\circ", "90^{\\circ}"),
     ],
 )

@@ -19,7 +19,7 @@ def rewards_file(tmp_path):
     path.write_text(
         "from beside import BONUS\n"
         "def length(prompt, completion, answer): return len(prompt) + BONUS * len(completion) + 100 * len(answer)\n"
-        "async def later(prompt, completion, answer):\n    import asyncio\n    await asyncio.sleep(0)\n    return True\n"
+        "import asyncio\nasync def later(prompt, completion, answer):\n    await asyncio.sleep(0)\n    return True\n"
         "def words(prompt, completion, answer): return 'much'\n"
         "def infinite(prompt, completion, answer): return float('inf')\n"
         "def nothing(prompt, completion, answer): pass\n"

@@ -39,7 +39,7 @@ def test_hostile_completions_are_told_and_leave_nothing():
         assert pool.submit(right.check, right.problem, right.completion).result().outcome == "correct"
     for case, verdict in zip(cases, verdicts, strict=True):
         assert verdict.outcome in case.allowed and verdict.reward == 0.0, (case.kind, verdict)
-    assert len({verdict.outcome for verdict in verdicts}) == 4 and len({case.kind for case in cases}) == COUNT
+    assert len({verdict.outcome for verdict in verdicts}) == 4 and len({case.kind for case in cases}) > 40
     deadline = time.monotonic() + 10
     while left := [pid for pid in started if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, left
