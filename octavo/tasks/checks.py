@@ -8,7 +8,9 @@ from octavo.tasks.code import check_code
 from octavo.tasks.mixing import CheckByTask
 from octavo.tasks.presets import CheckName
 from octavo.tasks.problem import Problem
+from octavo.tasks.reasoning_gym import ReasoningGymCheck
 from octavo.tasks.verdict import Verdict
+from octavo.tasks.verifiers import SYMBOLIC
 
 Check = Callable[[Problem, str], Verdict]
 
@@ -24,6 +26,15 @@ QUICK: dict[Check, Callable[[Problem, str], Verdict | None]] = {
     check_arithmetic: check_arithmetic,
 }
 """Those that take linear time, whatever the completion is; `check_math` does where only numbers are compared."""
+
+
+def modules_of(check: Check) -> tuple[str, ...]:
+    """What a check loads that takes as long as a check may, for a `VerifierPool` to load beforehand."""
+    if isinstance(check, CheckByTask):
+        return tuple(sorted({name for _, part in check.checks for name in modules_of(part)}))
+    if isinstance(check, ReasoningGymCheck):
+        return ("reasoning_gym",)
+    return (SYMBOLIC,) if check is check_math else ()
 
 
 def check_quickly(check: Check, problem: Problem, completion_text: str) -> Verdict | None:

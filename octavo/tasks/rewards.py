@@ -153,6 +153,11 @@ def load_function(function: str) -> Callable[..., Any]:
     return found
 
 
+def has_function(function: str) -> bool:
+    """For a worker, before a run: True, or what `load_function` raises."""
+    return callable(load_function(function))
+
+
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")

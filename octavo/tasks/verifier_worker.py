@@ -15,9 +15,11 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from octavo.tasks.linux import PR_SET_CHILD_SUBREAPER, children, die_with_parent, kill_children, prctl
+from octavo.tasks.rewards import load_function
 from octavo.tasks.verdict import Verdict
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -30,7 +32,7 @@ def template(descriptor: int, memory_bytes: int, modules: Sequence[str]) -> None
     Args:
         descriptor: of the socket; a message is one byte with a connection.
         memory_bytes: address space of a worker.
-        modules: to load first; those that have a function `warm_up` want it called.
+        modules: to load first, as `load_first`; one that fails will fail again where it is used, and be told there.
     """
     signal.signal(signal.SIGTERM, _stop)
     die_with_parent(os.getppid(), signal.SIGTERM)
@@ -38,7 +40,8 @@ def template(descriptor: int, memory_bytes: int, modules: Sequence[str]) -> None
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a killed worker leaves behind comes here, to be killed
     orders = socket.socket(fileno=descriptor)
     for name in modules:
-        getattr(importlib.import_module(name), "warm_up", lambda: None)()
+        with suppress(Exception):
+            load_first(name)
     gc.freeze()  # a worker's collections leave these pages shared
     workers: set[int] = set()
     try:
@@ -51,6 +54,14 @@ def template(descriptor: int, memory_bytes: int, modules: Sequence[str]) -> None
             workers.add(_fork_worker(orders, connections[0], memory_bytes))
     finally:
         kill_children()
+
+
+def load_first(name: str) -> None:
+    """Import a module and call its `warm_up`, if it has one; or load the function of a reward, "file.py:name"."""
+    if ":" in name:
+        load_function(name)
+    else:
+        getattr(importlib.import_module(name), "warm_up", lambda: None)()
 
 
 def _stop(number: int, frame: object) -> None:

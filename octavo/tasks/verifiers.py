@@ -57,7 +57,8 @@ class VerifierPool:
 
     Args:
         config: VerifierConfig.
-        modules: that every worker has loaded from the start, so that loading them is in nobody's time.
+        modules: that every worker has loaded from the start, so that loading them is in nobody's time; also functions
+            of rewards, as "file.py:name".
     """
 
     def __init__(self, config: VerifierConfig, modules: Sequence[str] = (SYMBOLIC,)) -> None:

@@ -18,9 +18,10 @@ from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.rollout.counter import uniform_bits
 from octavo.rollout.engine import Engine
+from octavo.tasks.checks import modules_of
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import stop_token_ids
-from octavo.tasks.rewards import load_function
+from octavo.tasks.rewards import has_function
 from octavo.tasks.sandbox import refusal
 from octavo.tasks.verdict import Verdict
 from octavo.tasks.verifiers import VerifierPool
@@ -107,7 +108,7 @@ class Run:
         """
         python = self.config.reward.python
         if python is not None:
-            found = self.verifiers.submit(check_function, python.function).result()
+            found = self.verifiers.submit(has_function, python.function).result()
             if isinstance(found, Verdict):
                 raise ValueError(f"reward.python.function={python.function!r} cannot be loaded: {found.detail}")
         _ = self.reward_model
@@ -147,7 +148,10 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     check_live(flow, policy, engine)
     for line in flow_lines(flow):
         display.line(line)
-    verifiers = VerifierPool(config.verifier)
+    checks = [task.check, *(benchmark.task.check for benchmark in benchmarks)]
+    modules = [name for check in checks for name in modules_of(check)]
+    modules += [config.reward.python.function] if config.reward.python else []
+    verifiers = VerifierPool(config.verifier, list(dict.fromkeys(modules)))
     if any(each.problem.tests for problems in (train_problems, *(b.problems for b in benchmarks)) for each in problems):
         check_isolation(config, verifiers, display)
     return Run(
@@ -162,11 +166,6 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         display=display,
         verifiers=verifiers,
     )
-
-
-def check_function(function: str) -> bool:
-    """For a worker: whether the function of a reward is there; raises what its file raises."""
-    return callable(load_function(function))
 
 
 def check_isolation(config: TrainConfig, verifiers: VerifierPool, display: Display) -> None:

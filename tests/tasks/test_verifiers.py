@@ -88,7 +88,7 @@ def test_a_late_check_takes_everything_with_it_that_it_started(pool):
 
 
 def test_closing_leaves_no_process_and_answers_what_runs():
-    pool = VerifierPool(VerifierConfig(num_workers=2, timeout_s=60.0))
+    pool = VerifierPool(VerifierConfig(num_workers=2, timeout_s=60.0), modules=())
     worker = pool.submit(functions.worker_pid).result()
     running = [pool.submit(functions.spin) for _ in range(2)]
     waiting = pool.submit(functions.spin)
@@ -107,7 +107,7 @@ def test_no_process_outlives_one_that_is_killed(number, tmp_path):
         import sys; sys.path[:] = {sys.path!r}
         import verifier_functions as functions
         from octavo.tasks.verifiers import VerifierConfig, VerifierPool
-        with VerifierPool(VerifierConfig(num_workers=2, timeout_s=60.0)) as pool:
+        with VerifierPool(VerifierConfig(num_workers=2, timeout_s=60.0), modules=()) as pool:
             pids = [pool.submit(functions.worker_pid).result() for _ in range(2)]
             futures = [pool.submit(functions.leave_children, "octavo-test-{os.getpid()}-{number}") for _ in range(2)]
             print(*pids, flush=True)
