@@ -126,3 +126,12 @@ def test_the_calibration_snippet_recomputes_every_bound(tmp_path):
     lines[1]["calibration/shadow_clipped_low"] += 200
     (tmp_path / "runs/demo/metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert "AssertionError" in run_snippet(tmp_path).stderr
+
+
+def test_the_snippets_on_verifiers_are_right(capsys):
+    reward, check = re.findall(r"^```python\n(.*?)^```", PAGES["docs/verifiers.md"], re.M | re.S)
+    names = {}
+    exec(reward, names)
+    assert names["score"]("", "word " * 90, "") == -0.1
+    exec(check, {"__name__": "__main__"})
+    assert capsys.readouterr().out == "Verdict(outcome='correct', reward=1.0, detail='')\n"
