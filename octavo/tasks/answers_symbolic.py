@@ -6,6 +6,7 @@ may still be slow: callers that must not wait run it in a `VerifierPool`.
 """
 
 import re
+import zlib
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,15 +113,24 @@ def _readable(text: str) -> str:
     text = re.sub(r"\\math(?:frak|cal|scr)\s*\{\s*([A-Za-z])\s*\}", r"\\text{script\1}", text)
     text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast|\\cdot)\s*\}?(?=\s*(?:$|[)=+-]))", r"_{\\text{star}}", text)  # an adjoint
     text = re.sub(r"\\(d?dot)\s*\{\s*\\?([A-Za-z]+)\s*\}", r"\\text{\1\2}", text.replace(r"{\odot}", "{sun}"))
-    if re.search(
-        r"\\mathbb\s*\{[A-Z]\}\s*[_^/(\[]|[0-9/]\s*\\mathbb", text
-    ):  # a group, ring or space, no set of numbers
+    text = re.sub(r"\\(gcd|lcm|dim|ker)\s*(?:\(([^()]*)\)|([A-Za-z])(?![A-Za-z]))", _as_name, text)
+    if re.search(r"\\mathbb\s*\{[A-Z]\}\s*[_^/(\[]|[0-9/]\s*\\mathbb", text):  # a group or space, no set of numbers
         text = re.sub(r"\\mathbb\s*\{([A-Z])\}", r"\\text{space\1}", text)
-    text = re.sub(
-        r"(?<=[A-Za-z])('+)(?!_)", lambda match: f"_{{{'q' * len(match[1])}}}", text
-    )  # primes would be dropped
+    primes = r"(?<=[A-Za-z])('+)(?!_)"  # they would be dropped
+    text = re.sub(primes, lambda match: f"_{{{'q' * len(match[1])}}}", text)
     text = re.sub(r"\^\s*([0-9A-Za-z])", r"^{\1}", text)
     return re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+|I|E(?=_)", lambda match: _AS_VARIABLE.get(match[0], match[0]), text)
+
+
+def _as_name(match: re.Match[str]) -> str:
+    """A variable for a function and its arguments as they are written, in any order; one of numbers stays unread."""
+    written = match[3] if match[2] is None else match[2]
+    if not re.search("[A-Za-z]", written):
+        return match[0]
+    arguments = ",".join(sorted(re.sub(r"\s", "", written).split(",")))
+    digits = zlib.crc32(arguments.encode()).to_bytes(4)
+    letters = (chr(97 + half) for byte in digits for half in divmod(byte, 16))
+    return f"\\text{{{match[1]}{''.join(letters)}}}"
 
 
 def _balanced(text: str) -> bool:
