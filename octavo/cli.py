@@ -1,4 +1,4 @@
-"""The command line: octavo train | evaluate | generate | describe | check | report | export | bench."""
+"""The command line: octavo train | evaluate | generate | describe | check | diagnose | report | export | bench."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from octavo import __version__
 from octavo.bench.commands import bench
+from octavo.diagnose.commands import diagnose
 from octavo.tasks.prompts import ChatTemplate
 from octavo.trainer.completion import complete_config, complete_override
 from octavo.trainer.errors import reason
@@ -311,6 +312,7 @@ def export(
 
 
 app.add_typer(bench, name="bench")
+app.add_typer(diagnose, name="diagnose")
 
 
 @app.callback(invoke_without_command=True)

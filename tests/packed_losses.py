@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from octavo.rl.batch import Microbatch
+from octavo.rl.calibration_losses import plain_bounds
 from octavo.rl.loss_clipped import BAPO, M2PO, PPOClip
 from octavo.rl.loss_likelihood import CISPO, DPPOKL, DPPOTV, Reinforce
 from octavo.rl.loss_sequence import GSPO, GSPOToken
-from octavo.rl.losses import ClipBounds, reduce_loss
+from octavo.rl.losses import ClipBounds, ClipConfig, reduce_loss
 from octavo.rl.policy_loss import chosen_bounds, fixed_bounds, policy_losses
 
 CLIP = ClipBounds(low=0.8, high=1.28)
@@ -84,7 +85,7 @@ def packed(completions: Completions, places: list[int], num_prompt: int = 2) -> 
 def bounds_for(config, completions: Completions) -> ClipBounds | None:
     """Bounds of the loss, from all sequences where it chooses them."""
     if not isinstance(config, BAPO | M2PO):
-        return fixed_bounds(config, CLIP)
+        return fixed_bounds(config, plain_bounds(config, ClipConfig()))
     batch, logprobs, weights = packed(completions, list(range(len(completions.logprobs))), num_prompt=0)
     ratio = torch.exp(logprobs.detach() - batch.old_logprobs)
     return chosen_bounds(config, ratio, batch.advantages, weights, batch.loss_mask)

@@ -32,6 +32,8 @@ def metrics_line(step: int, rng: random.Random, *, exact: bool = True) -> dict:
         "reward/mean": min(1.0, 0.3 + 0.6 * progress + 0.04 * rng.gauss(0.0, 1.0)),
         "reward/std": 0.4,
         "reward/informative_groups_share": 0.9 - 0.6 * progress,
+        "reward/all_right_groups_share": 0.5 * progress,
+        "reward/all_wrong_groups_share": 0.1 * (1 - progress),
         "completion/length_mean": 120 + 60 * progress + 5 * rng.gauss(0.0, 1.0),
         "completion/length_p90": 240.0,
         "completion/length_max": 380.0 + rng.randrange(100),
@@ -69,6 +71,8 @@ def metrics_line(step: int, rng: random.Random, *, exact: bool = True) -> dict:
         "time/checkpoint_s": 2.0 if step % 10 == 9 else 0.0,
         "time/step_s": 13.0,
     }
+    if step % 2 == 1:
+        line |= observed(rng)
     if step == 0:
         line |= {"eval/initial_accuracy": 0.31, "eval/initial_accuracy_stderr": 0.03}
     if step % 10 == 9:
@@ -81,6 +85,28 @@ def metrics_line(step: int, rng: random.Random, *, exact: bool = True) -> dict:
             "calibration/target_high": None if skipped else 1.7,
         }
     return line
+
+
+def observed(rng: random.Random) -> dict:
+    """What the observatory adds to a line."""
+    line: dict = {
+        "answers/entropy_histogram": [0, 0, 1, 10, 40, 11, 2, 0],
+        "answers/high_entropy_share": 0.2,
+        "answers/high_entropy_positive_share": 0.06,
+        "modules/first_differing": "model.layers.0.self_attn.q_proj",
+        "modules/error_by_layer": [0.01, 0.02 + 0.01 * rng.random(), 0.05],
+        "time/observatory_s": 1.0,
+    }
+    for area, noise in (("observed", 1.0), ("null", 0.4)):
+        line |= {f"{area}/log_ratio_std_{name}": noise * 0.1 for name in ("fp8", "bf16", "fp32")}
+        line |= {f"{area}/{key}": noise * rng.random() for key in ("nmae_ratio", "nmae_probability", "amplification")}
+    shares = ("agreement_of_bf16", "agreement_of_fp8", "low_side_share", "high_entropy_answer_share")
+    for area, factor in (("observed", 4.0), ("null", None)):
+        line |= {f"{area}/{key}": rng.random() for key in shares} | {f"{area}/factor": factor}
+        for side in ("low", "high"):
+            for place, cell in enumerate(("both", "fp8_only", "bf16_only", "neither")):
+                line[f"{area}/matrix_{side}_{cell}"] = [bucket * (place + 1) for bucket in range(8)]
+    return line | {"null/clip_low_share_fp8": 0.01, "null/clip_high_share_fp8": 0.02}
 
 
 def sample_rows(step: int, completion: str = "= 4") -> list[dict]:

@@ -13,6 +13,7 @@ import yaml
 from typer.main import get_command
 
 from octavo import cli
+from octavo.bench.results import read_results
 from octavo.rl import calibration
 from octavo.rl.losses import ClipConfig
 from octavo.trainer.config import TrainConfig
@@ -91,9 +92,10 @@ def test_every_octavo_key_of_the_conversion_tables_exists():
             assert key in keys, f"{key} in {text}"
 
 
-def write_calibrated_run(folder):
+def write_calibrated_run(folder, form):
     """metrics.jsonl and config.yaml of three calibrations, one of them skipped."""
-    config = load_config(TrainConfig, REPO / "examples/demo.yaml")
+    calibrated = {"type": form, "min_tokens": 100, "min_clipped": 5}
+    config = from_dict(TrainConfig, {**SMALLEST, "calibration": calibrated}, "the run")
     settings, bounds = config.calibration, config.calibration.start_bounds()
     lines = [{"step": 0, "reward/mean": 0.5}]
     for step, num_tokens in enumerate((4000, 20, 4000), start=1):
@@ -110,22 +112,41 @@ def write_calibrated_run(folder):
     return lines
 
 
-def run_snippet(folder):
-    (snippet,) = re.findall(r"^```python\n(.*?)^```", PAGES["docs/calibration.md"], re.M | re.S)
+def run_snippet(folder, form):
+    of_grid, of_rungs = re.findall(r"^```python\n(.*?)^```", PAGES["docs/calibration.md"], re.M | re.S)
+    snippet = of_grid.replace("runs/demo", "runs/mine") if form == "grid" else of_rungs
     return subprocess.run([sys.executable, "-c", snippet], cwd=folder, capture_output=True, text=True, check=False)
 
 
-def test_the_calibration_snippet_recomputes_every_bound(tmp_path):
-    lines = write_calibrated_run(tmp_path / "runs/demo")
-    result = run_snippet(tmp_path)
+@pytest.mark.parametrize("form", ["grid", "exact", "symmetric"])
+def test_the_calibration_snippet_recomputes_every_bound(form, tmp_path):
+    lines = write_calibrated_run(tmp_path / "runs/mine", form)
+    result = run_snippet(tmp_path, form)
     assert result.returncode == 0, result.stderr
     moved = [line for line in lines if line.get("calibration/skipped") == ""]
     assert len(result.stdout.splitlines()) == len(moved) == 2
     assert moved[0]["calibration/low"] != moved[0]["calibration/low_before"]
 
     lines[1]["calibration/shadow_clipped_low"] += 200
-    (tmp_path / "runs/demo/metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert "AssertionError" in run_snippet(tmp_path).stderr
+    (tmp_path / "runs/mine/metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "AssertionError" in run_snippet(tmp_path, form).stderr
+
+
+def test_the_tables_of_overclipping_are_its_results():
+    results = read_results(REPO / "benchmarks/results/overclip.json")
+    header, *lines = re.findall(r"^\| (?:\| )?(.+) \|$", PAGES["docs/calibration.md"].partition("## Measured")[2], re.M)
+    metrics = {"noise": "noise_std", "plain": "plain_overclip", "exact": "exact_overclip", "plain hit": "plain_hit"}
+    columns, compared = header.split(" | "), 0
+    rates = iter(("2e-4", "5e-5"))
+    for case, *cells in (line.split(" | ") for line in [header, *lines]):
+        if [case, *cells] == columns:
+            rate = next(rates)
+        elif len(cells) == len(columns):
+            for name, metric in metrics.items():
+                row, cell = results[f"overclip/tiny-qwen3, lr {rate}/{case} {metric}"], cells[columns.index(name)]
+                assert cell.split(" (")[0] == f"{row.value:.{3 if metric == 'noise_std' else 2}f}", (rate, case, name)
+                compared += 1
+    assert compared == 2 * 8 * len(metrics)
 
 
 def test_the_snippets_on_verifiers_are_right(capsys):

@@ -17,12 +17,13 @@ FLOORS = (
     "rl",
     "trainer",
     "report",
+    "diagnose",
     "bench",
     "check",
     "plugins",
     "cli",
 )  # upwards
-OPTIONAL_PACKAGES = {"datasets", "vllm", "verl", "ray", "triton", "torchao"}
+OPTIONAL_PACKAGES = {"datasets", "pyarrow", "vllm", "verl", "ray", "triton", "torchao"}
 MAX_LINES = 400
 
 SOURCES = {path.relative_to(REPO).as_posix(): path for path in sorted((REPO / "octavo").rglob("*.py"))}

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from octavo.trainer import rollout
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
 from octavo.trainer.metrics import Display
@@ -82,6 +83,15 @@ def same_run(folder: Path, other: Path) -> None:
                 assert torch.equal(mine[name], theirs[name]), f"{file}: {name}"
                 compared += theirs[name].numel()
     assert compared > 5_000_000, "the weights were not compared"
+
+
+def half_right(monkeypatch) -> None:
+    """Score every second completion of a group as right, whatever it says: a group then always has both signs of A."""
+
+    def alternating(run, problems, completions):
+        return torch.tensor([[float(index % 2) for index in range(len(group))] for group in completions])
+
+    monkeypatch.setattr(rollout, "score", alternating)
 
 
 def in_a_child(work, *arguments) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.models.config import DecoderConfig
-from octavo.numerics.recipe import Recipe
+from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.trainer.config import TrainConfig
 
 OPERAND_BYTES = 8
@@ -21,6 +21,8 @@ class MemoryEstimate:
 
     num_parameters: int
     """Of the policy, tied weights once."""
+    num_critic_parameters: int
+    """Of a critic; 0 without one."""
     model_bytes: int
     """model/ as written at the end."""
     parts: dict[str, int]
@@ -32,16 +34,19 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
 
-def estimate_memory(config: TrainConfig, shape: DecoderConfig, two_forwards: bool) -> MemoryEstimate:
-    """The estimate for one policy, its optimiser, its KV cache and, under a KL penalty, its reference.
+def estimate_memory(
+    config: TrainConfig, shape: DecoderConfig, two_forwards: bool, critic_shape: DecoderConfig | None = None
+) -> MemoryEstimate:
+    """The estimate for one policy, its optimiser, its KV cache and, if there are, its reference and its critic.
 
     Args:
         config: of the run.
         shape: of the model.
         two_forwards: the rollout has bytes of its own, as its precision is not training's.
+        critic_shape: of the critic's model, where there is one.
     """
     train, rollout = config.precision.train_recipe(), config.precision.rollout_recipe()
-    num_parameters = sum(rows * columns for _, rows, columns in linears(shape)) + _vocabulary(shape) + _vectors(shape)
+    num_parameters = count_parameters(shape)
     on_gpu = config.device.startswith("cuda")
     forward = forward_bytes(shape, train, on_gpu)
     parts = {
@@ -57,8 +62,30 @@ def estimate_memory(config: TrainConfig, shape: DecoderConfig, two_forwards: boo
         parts["the rollout's own bytes"] = twin.stored + twin.operands
     if config.algorithm.kl.coefficient > 0.0:
         parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands
+    if config.watch is not None and config.watch.action == "bf16_forward":
+        bf16 = get_recipe("bf16")
+        twin = forward_bytes(shape, bf16, on_gpu)
+        parts["rescue in BF16"] = twin.stored + twin.operands + kv_cache_bytes(config, shape, bf16)
+    num_critic_parameters = 0
+    if critic_shape is not None:
+        critic_shape = replace(critic_shape, tied_embeddings=True)  # its lm_head is dropped
+        num_critic_parameters = count_parameters(critic_shape) + critic_shape.hidden_size + 1
+        critic = forward_bytes(critic_shape, get_recipe(config.critic.recipe), on_gpu)
+        head = OPERAND_BYTES * critic_shape.vocab_size * critic_shape.hidden_size if critic.operands else 0
+        prepared = critic.operands - head + critic.backward
+        parts["critic"] = 16 * num_critic_parameters + critic.stored + prepared
     high = FORMAT_BYTES[train.high_precision]
-    return MemoryEstimate(num_parameters=num_parameters, model_bytes=num_parameters * high, parts=parts)
+    return MemoryEstimate(
+        num_parameters=num_parameters,
+        num_critic_parameters=num_critic_parameters,
+        model_bytes=num_parameters * high,
+        parts=parts,
+    )
+
+
+def count_parameters(shape: DecoderConfig) -> int:
+    """Masters of a decoder, tied weights once."""
+    return sum(rows * columns for _, rows, columns in linears(shape)) + _vocabulary(shape) + _vectors(shape)
 
 
 @dataclass(frozen=True, kw_only=True)

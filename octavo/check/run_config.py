@@ -23,10 +23,12 @@ from octavo.models.config import DecoderConfig, read_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import Recipe
+from octavo.rl.gae import GAEConfig
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import encode_messages, stop_token_ids
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
+from octavo.trainer.critic import check_critic_vocabulary
 from octavo.trainer.errors import reason
 from octavo.trainer.output import RunFolder
 from octavo.trainer.precision import declared_flow
@@ -60,7 +62,7 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         shape, hf_config = read_config(config.model.path)
         flow = declared_flow(config)
         yield flow_row(config, flow)
-        estimate = estimate_memory(config, shape, two_forwards=bool(flow.differences()))
+        estimate = estimate_memory(config, shape, bool(flow.differences()), critic_shape(config, shape))
         yield weights_row(config.model.path, shape, estimate.num_parameters)
         check_modules(config, shape, hf_config, config.precision.train_recipe())
         tokenizer = load_tokenizer(config.model.path)
@@ -93,6 +95,19 @@ def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:
         step = "take precision.recipe=block128, or tensorwise_static for one scale per tensor"
         return _row("precision flow", "WARN", f"{detail}; not exact: its activation scales depend on the batch", step)
     return _row("precision flow", "OK", f"{detail}; exact")
+
+
+def critic_shape(config: TrainConfig, shape: DecoderConfig) -> DecoderConfig | None:
+    """Of the critic's model; None without a critic.
+
+    Raises:
+        ValueError: its config cannot be read, or its vocabulary is smaller than the policy's.
+    """
+    if not isinstance(config.algorithm.advantage, GAEConfig):
+        return None
+    found = shape if config.critic.path is None else read_config(config.critic.path)[0]
+    check_critic_vocabulary(config, found.vocab_size, shape.vocab_size)
+    return found
 
 
 def check_modules(config: TrainConfig, shape: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe) -> None:
@@ -210,7 +225,8 @@ def output_row(config: TrainConfig) -> Row:
 def disk_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
     """Room for the checkpoints and the trained model."""
     try:
-        sizes = RunFolder(config.output_dir).check_room(config, estimate.num_parameters, estimate.model_bytes)
+        num_parameters = estimate.num_parameters + estimate.num_critic_parameters
+        sizes = RunFolder(config.output_dir).check_room(config, num_parameters, estimate.model_bytes)
     except UNUSABLE as error:
         return _fail("disk", error, "make room, lower checkpoint.keep_last, or give an output_dir on another disk")
     return _row("disk", "OK", sizes)

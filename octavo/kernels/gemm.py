@@ -13,6 +13,7 @@ this device and for this shape.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -26,7 +27,7 @@ from octavo.kernels.operands import Operand
 from octavo.kernels.scaled_mm import block_product, row_product
 from octavo.kernels.triton_gemm import decode_weight, triton_product
 from octavo.kernels.triton_shim import HAS_GLUON
-from octavo.numerics.exact import block_matmul
+from octavo.numerics.exact import K_BLOCK, block_matmul
 
 Backend = Literal["reference", "triton", "scaled_mm", "cublas", "deep_gemm"]
 FEW_ROWS = 128
@@ -125,8 +126,14 @@ def _by_rows(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dt
     if pieces == 1:
         return row_product(left.values, right.values, left.scale, right.scale, bias, dtype)
     assert bias is None, "a bias of several projections reduced together"
+    edges = left.k_edges
+    if all(edge % K_BLOCK == 0 for edge in edges):  # a scale per piece is a scale per block that repeats
+        blocks = torch.tensor([(stop - start) // K_BLOCK for start, stop in pairwise(edges)], device=left.values.device)
+        repeat = partial(torch.repeat_interleave, repeats=blocks, dim=0, output_size=edges[-1] // K_BLOCK)
+        x_scale, w_scale = repeat(left.scale.T).T, repeat(right.scale.T).T
+        return block_product(left.values, right.values, x_scale, w_scale, None, dtype)
     total, start = torch.zeros((), device=left.values.device), 0
-    for index, (low, high) in enumerate(pairwise(left.k_edges)):
+    for index, (low, high) in enumerate(pairwise(edges)):
         stop = start + -(-(high - low) // 16) * 16
         x, w = left.values[:, start:stop].contiguous(), right.values[:, start:stop].contiguous()
         scales = left.scale[:, index, None], right.scale[:, index, None]

@@ -382,9 +382,9 @@ def _values(matrix: QuantizedMatrix | Tensor) -> Tensor:
 
 
 def pad_tokens(x: Tensor) -> Tensor:
-    """[T, K] -> [ceil(T / 128) * 128, K], at least one block of 128, zeros at the end."""
-    blocks = max(1, -(-len(x) // WGRAD_TOKEN_MULTIPLE))
-    return nn.functional.pad(x, (0, 0, 0, blocks * WGRAD_TOKEN_MULTIPLE - len(x)))
+    """[T, K] -> [ceil(T / 128) * 128, K], at least one block of 128, zeros at the end; X itself if it is that long."""
+    missing = max(1, -(-len(x) // WGRAD_TOKEN_MULTIPLE)) * WGRAD_TOKEN_MULTIPLE - len(x)
+    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def quantized_layers(module: nn.Module) -> Sequence[FP8Linear]:

@@ -18,13 +18,13 @@ from octavo.report.figures import (
     value_axis,
 )
 from octavo.report.line_charts import MISSING, OLDER, drawn_labels, legend_of, note_missing, series_of
-from octavo.report.runs import RunRecord, setting
+from octavo.report.runs import RunRecord, number, setting
 
 ENTROPY_EDGES = ("0", "0.01", "0.03", "0.1", "0.3", "1", "2", "4", "∞")
-"""Nats; of policy/entropy_histogram."""
+"""Nats; of the histograms of entropy."""
 SHOWN_REASONS = 20
 """Skipped calibrations whose reasons are listed, the last ones of a run."""
-PHASES = ("rollout", "old_logprobs", "shadow", "update", "evaluate", "checkpoint")
+PHASES = ("rollout", "old_logprobs", "critic", "shadow", "observatory", "update", "evaluate", "checkpoint")
 """Of time/<phase>_s; what is left of time/step_s is `other`."""
 
 
@@ -63,14 +63,20 @@ def accuracy_curve(run: RunRecord) -> list[tuple[int, float, float]]:
     return curve
 
 
-def entropy_heat_map(runs: Sequence[RunRecord]) -> Chart:
-    """How the tokens' entropies are distributed over the steps."""
+def entropy_heat_map(
+    runs: Sequence[RunRecord],
+    *,
+    key: str = "policy/entropy_histogram",
+    title: str = "Entropy histogram",
+    absent: str = OLDER,
+) -> Chart:
+    """How the entropies of tokens, or of answers, are distributed over the steps."""
     from matplotlib.colors import to_rgba
 
-    key, num_bins = "policy/entropy_histogram", len(ENTROPY_EDGES) - 1
+    num_bins, of = len(ENTROPY_EDGES) - 1, key.partition("/")[0].replace("policy", "tokens")
     chart = Chart(
-        title="Entropy histogram",
-        caption="Share of tokens in each range of entropy (nats) over the steps; the stronger the colour, the larger.",
+        title=title,
+        caption=f"Share of {of} in each range of entropy (nats) over the steps; the stronger the colour, the larger.",
     )
     tables = {}
     for index, run in enumerate(runs):
@@ -79,7 +85,7 @@ def entropy_heat_map(runs: Sequence[RunRecord]) -> Chart:
         if rows:
             table = np.asarray(list(rows.values()))
             tables[index] = binned(list(rows), table / table.sum(axis=1, keepdims=True))
-    note_missing(chart, runs, [key], OLDER, list(tables))
+    note_missing(chart, runs, [key], absent, list(tables))
     for index, (edges, shares) in tables.items():
         colour = COLOURS[index]
         with drawing(chart, runs[index].name if len(runs) > 1 else "") as axes:
@@ -178,7 +184,8 @@ def bounds(runs: Sequence[RunRecord]) -> Chart:
     """The trust region and the calibrations that moved it."""
     chart = Chart(
         title="Bounds on the ratio",
-        caption="The low and high bound that each step's loss used, absolute ratios without unit.",
+        caption="The low and high bound that each step's loss used, absolute ratios without unit; dotted: the plain "
+        "bounds 1 - clip_low and 1 + clip_high.",
     )
     ends = ("low", "high")
     present = [index for index, run in enumerate(runs) if any(run.series(f"clip/{end}").steps for end in ends)]
@@ -191,6 +198,8 @@ def bounds(runs: Sequence[RunRecord]) -> Chart:
     with drawing(chart) as axes:
         for index in present:
             run, colour = runs[index], style(index, "bounds")["color"]
+            for plain in plain_bounds(run):
+                axes.axhline(plain, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
             skipped = {
                 line["step"]: reason
                 for line in run.lines
@@ -227,6 +236,14 @@ def bounds(runs: Sequence[RunRecord]) -> Chart:
             colour = COLOURS[0] if len(runs) == 1 else "currentColor"
             chart.legend.append(LegendEntry(label=label, colour=colour, sign=sign))
     return chart
+
+
+def plain_bounds(run: RunRecord) -> list[float]:
+    """The bounds of algorithm.clip, which calibration aims at; [] where the loss has others or no config is there."""
+    offsets = [number(setting(run.config, f"algorithm.clip.clip_{end}")) for end in ("low", "high")]
+    if setting(run.config, "algorithm.loss.type") != "ppo_clip" or offsets[0] is None or offsets[1] is None:
+        return []
+    return [1.0 - offsets[0], 1.0 + offsets[1]]
 
 
 def time_by_phase(runs: Sequence[RunRecord]) -> Chart:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 COLOURS = ("#3f83f8", "#e8750a", "#16a34a", "#db4b97", "#9061f9", "#0ea5a8", "#b7950b", "#e02424", "#8b6b4f", "#7a869a")
 """Of runs, or of a single run's measures; each can be told from white and from near black."""
-DASHES = ("", "5 2", "1.5 1.5", "7 2 1.5 2")
+DASHES = ("", "5 2", "1.5 1.5", "7 2 1.5 2", "3 1", "9 3 3 3")
 """Of measures, where colours stand for runs: lengths of dash and gap."""
 MAX_POINTS = 400
 """Bins of a drawn line; more points are thinned to each bin's smallest and largest."""

@@ -57,6 +57,13 @@ INFORMATIVE = Lines(
     unit="share",
     keys={"informative": "reward/informative_groups_share"},
 )
+EQUAL_GROUPS = Lines(
+    title="Groups of equal rewards",
+    caption="Share of prompts whose completions are all right, or all wrong.",
+    unit="share",
+    keys={"all right": "reward/all_right_groups_share", "all wrong": "reward/all_wrong_groups_share"},
+    absent=OLDER,
+)
 ENTROPY = Lines(
     title="Entropy",
     caption="Entropy of the next-token distribution on the last mini-batch, in nats: mean and percentiles over tokens.",
@@ -90,24 +97,26 @@ TRUNCATED = Lines(
 OVERCLIP_LOW = Lines(
     title="Over-clipping, low side",
     caption="Of tokens with a negative advantage, the share at or below the plain bound 1 - clip_low: "
-    "by the FP8 ratio, by the BF16 shadow's, and by FP8 alone (over-clipped).",
+    "by the FP8 ratio, by the BF16 shadow's, by FP8 alone (over-clipped), and by FP8 after a null change.",
     unit="share",
     keys={
         "over-clipped": "overclip/low_share",
         "FP8 clipped": "overclip/clip_low_share_fp8",
         "BF16 clipped": "overclip/clip_low_share_bf16",
+        "FP8 clipped, null": "null/clip_low_share_fp8",
     },
     absent=SHADOW_OFF,
 )
 OVERCLIP_HIGH = Lines(
     title="Over-clipping, high side",
     caption="Of tokens with a positive advantage, the share at or above the plain bound 1 + clip_high: "
-    "by the FP8 ratio, by the BF16 shadow's, and by FP8 alone (over-clipped).",
+    "by the FP8 ratio, by the BF16 shadow's, by FP8 alone (over-clipped), and by FP8 after a null change.",
     unit="share",
     keys={
         "over-clipped": "overclip/high_share",
         "FP8 clipped": "overclip/clip_high_share_fp8",
         "BF16 clipped": "overclip/clip_high_share_bf16",
+        "FP8 clipped, null": "null/clip_high_share_fp8",
     },
     absent=SHADOW_OFF,
 )
@@ -129,6 +138,14 @@ GRAD_NORM = Lines(
     caption="Norm of the gradient at the step's last optimiser step, before it is clipped, in loss units.",
     unit="norm",
     keys={"gradient norm": "optimizer/grad_norm"},
+)
+WATCH = Lines(
+    title="Early warning",
+    caption="Largest sum of the detector's signals over the threshold; an alarm at 1.",
+    unit="sum",
+    keys={"sum": "watch/sum"},
+    absent="watch is null, or the run was made before octavo had it",
+    smooth=False,
 )
 LR = Lines(
     title="Learning rate",
@@ -164,8 +181,15 @@ def draw_lines(spec: Lines, runs: Sequence[RunRecord]) -> Chart:
     with drawing(chart) as axes:
         for (index, label), series in present.items():
             draw_line(axes, series.steps, series.values, style(index, label), smooth=spec.smooth, faint=faint)
+        for index in dict.fromkeys(index for index, _ in present):
+            for step in runs[index].rescues:
+                axes.axvline(step - 0.5, color=COLOURS[index], linewidth=0.8, alpha=0.6)
         step_axis(axes)
         value_axis(axes, spec.unit)
+    for run in runs:
+        if run.rescues:
+            whose = f"{run.name}: " if len(runs) > 1 else ""
+            chart.notes.append(f"{whose}rescued before step {', '.join(map(str, run.rescues))} (upright lines).")
     if spec.smooth and any(len(series.steps) >= 20 for series in present.values()):
         chart.caption += SMOOTHED[faint]
     return chart

@@ -19,6 +19,7 @@ from octavo.report import charts, line_charts
 from octavo.report.charts import accuracy_curve
 from octavo.report.figures import COLOURS, Chart
 from octavo.report.line_charts import draw_lines
+from octavo.report.observatory_charts import observatory_charts
 from octavo.report.runs import Row, RunRecord, number, read_runs, setting, visible
 from octavo.trainer.files import check_output, write_whole
 
@@ -80,14 +81,7 @@ def write_report(folders: Sequence[Path], output: Path | None) -> Path:
 
 def render(runs: Sequence[RunRecord], now: datetime) -> str:
     """The page as HTML."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("template.html").render(
+    return template("template.html").render(
         title="octavo: " + ", ".join(run.name for run in runs),
         runs=runs,
         summary=summary(runs),
@@ -99,8 +93,20 @@ def render(runs: Sequence[RunRecord], now: datetime) -> str:
         configs=[(run.name, shown(run.config_text)) for run in runs if run.config_text],
         written=f"{now:%Y-%m-%d %H:%M} UTC",
         version=__version__,
-        svg=Markup,
     )
+
+
+def template(name: str, folder: Path | None = None) -> jinja2.Template:
+    """A page's template, which may lie in a folder of its own and be made of the parts that lie here."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*filter(None, [folder]), Path(__file__).parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["svg"] = Markup
+    return environment.get_template(name)
 
 
 def sections(runs: Sequence[RunRecord]) -> list[Section]:
@@ -112,6 +118,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
                 draw_lines(line_charts.REWARD, runs),
                 charts.accuracy(runs),
                 draw_lines(line_charts.INFORMATIVE, runs),
+                draw_lines(line_charts.EQUAL_GROUPS, runs),
                 draw_lines(line_charts.LOSS, runs),
             ],
         ),
@@ -133,6 +140,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
             title="Trust region",
             charts=[
                 charts.bounds(runs),
+                draw_lines(line_charts.WATCH, runs),
                 draw_lines(line_charts.CLIPPED, runs),
                 draw_lines(line_charts.OVERCLIP_LOW, runs),
                 draw_lines(line_charts.OVERCLIP_HIGH, runs),
@@ -140,6 +148,7 @@ def sections(runs: Sequence[RunRecord]) -> list[Section]:
                 draw_lines(line_charts.KL, runs),
             ],
         ),
+        Section(title="Observatory", charts=observatory_charts(runs)),
         Section(
             title="Optimiser and time",
             charts=[

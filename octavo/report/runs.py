@@ -67,6 +67,18 @@ class RunRecord:
         """Whether all steps are done and the model is written."""
         return self.has_model and self.num_steps is not None and self.steps_done >= self.num_steps
 
+    @property
+    def rescues(self) -> list[int]:
+        """First step after each rescue: a calibration or BF16 steps that an alarm led to, or a rollback."""
+        found, rollbacks = [], 0.0
+        for line in self.lines:
+            before, rollbacks = rollbacks, number(line.get("rescue/rollbacks")) or 0.0
+            if rollbacks > before:
+                found.append(line["step"])
+            if line.get("rescue/action") in ("recalibrate", "bf16_forward"):
+                found.append(line["step"] + 1)
+        return found
+
     def series(self, key: str) -> Series:
         """The finite values of a metric; empty where no line has it."""
         found = [(line["step"], value) for line in self.lines if (value := number(line.get(key))) is not None]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,15 +32,21 @@ class Microbatch:
     loss_mask: Tensor
     """[T] bool, True where the policy sampled the token."""
     advantages: Tensor
-    """[T] fp32, constant along a completion unless a KL penalty is in the reward."""
+    """[T] fp32, constant along a completion unless a critic gives them or a KL penalty is in the reward."""
     rollout_logprobs: Tensor
     """[T] fp32, reported by the engine."""
     old_logprobs: Tensor | None = None
     """[T] fp32, an independent packed forward with the weights that sampled."""
     ref_logprobs: Tensor | None = None
     """[T] fp32 of the reference model, when a KL penalty wants it."""
+    values: Tensor | None = None
+    """[T] fp32, the critic's before its updates, of the state that a token was sampled in."""
+    returns: Tensor | None = None
+    """[T] fp32, what the critic is trained towards."""
     shadow_old_logprobs: Tensor | None = None
-    """[T] fp32 of the BF16 shadow with the weights that sampled, when measured."""
+    """[T] fp32 of the shadow with the weights that sampled, when measured or when the loss wants it."""
+    reference_old_logprobs: Tensor | None = None
+    """[T] fp32 of calibration's reference before the step's updates, 0 in completions that it does not look at."""
 
     @property
     def completion_positions(self) -> Tensor:
@@ -84,7 +91,7 @@ def pack(
     Args:
         completions: P groups of G.
         advantages: [P, G] fp32.
-        num_mini_batches: optimiser steps of this rollout; divides P.
+        num_mini_batches: optimiser steps of this rollout; their sizes differ by a group at most.
         microbatch_tokens: most tokens in one microbatch; a longer sequence is a microbatch of its own.
         device: where the tensors go.
         leave_out_truncated: completions cut off at the limit (finish_reason "length") stay out of the loss.
@@ -93,24 +100,21 @@ def pack(
         The mini-batches; one that has no completion left is left out.
 
     Raises:
-        ValueError: P is not a multiple of num_mini_batches, advantages have another shape, or a completion has no
-            prompt or not one log-probability a token.
+        ValueError: advantages have another shape, or a completion has no prompt or not one log-probability a token.
     """
     num_prompts = len(completions)
-    if num_prompts % num_mini_batches:
-        raise ValueError(f"{num_prompts} prompts do not split into {num_mini_batches} mini-batches of whole groups")
     sizes = [len(group) for group in completions]
     if advantages.ndim != 2 or sizes != [advantages.shape[1]] * len(advantages):
         raise ValueError(f"advantages are {tuple(advantages.shape)}, but the groups of completions have sizes {sizes}")
     for prompt_index, group in enumerate(completions):
         for completion in group:
             _check(completion, prompt_index)
-    size = num_prompts // num_mini_batches
+    edges = [index * num_prompts // num_mini_batches for index in range(num_mini_batches + 1)]
     batches = []
-    for start in range(0, num_prompts, size):
+    for start, stop in pairwise(edges):
         pairs = [
             (completion, advantage)
-            for group, row in zip(completions[start : start + size], advantages[start : start + size], strict=True)
+            for group, row in zip(completions[start:stop], advantages[start:stop], strict=True)
             for completion, advantage in zip(group, row.tolist(), strict=True)
             if not (leave_out_truncated and completion.finish_reason == "length")
         ]
@@ -125,6 +129,23 @@ def pack(
             )
         )
     return batches
+
+
+def select(microbatch: Microbatch, kept: Tensor) -> Microbatch:
+    """The microbatch of some of its sequences, kept [N] bool; their tokens stay in order."""
+    lengths = microbatch.cu_seqlens.diff()[kept]
+    tokens = kept[microbatch.sequence_index]
+    per_token = {
+        field.name: value[tokens]
+        for field in fields(microbatch)
+        if field.name not in ("cu_seqlens", "sequence_index") and (value := getattr(microbatch, field.name)) is not None
+    }
+    return replace(
+        microbatch,
+        **per_token,
+        cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        sequence_index=torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths),
+    )
 
 
 def _check(completion: Completion, prompt_index: int) -> None:

@@ -25,11 +25,15 @@ def entropy_metrics(entropy: Tensor) -> dict[str, float | list[int]]:
     ordered = entropy.double().sort().values
     last = len(ordered) - 1
     quantiles = {f"policy/entropy_p{p}": ordered[round(p / 100 * last)].item() for p in (50, 90, 99)}
-    edges = torch.tensor(ENTROPY_EDGES, dtype=torch.float64, device=entropy.device)
-    bucket = (torch.bucketize(ordered, edges, right=True) - 1).clamp(min=0)
     return {
         "policy/entropy": ordered.mean().item(),
         **quantiles,
         "policy/entropy_above_1_share": (ordered > HIGH_ENTROPY).double().mean().item(),
-        "policy/entropy_histogram": torch.bincount(bucket, minlength=len(ENTROPY_EDGES)).tolist(),
+        "policy/entropy_histogram": torch.bincount(entropy_buckets(ordered), minlength=len(ENTROPY_EDGES)).tolist(),
     }
+
+
+def entropy_buckets(entropy: Tensor) -> Tensor:
+    """[N] int64, the bucket of ENTROPY_EDGES that each of [N] entropies lies in."""
+    edges = torch.tensor(ENTROPY_EDGES, dtype=torch.float64, device=entropy.device)
+    return (torch.bucketize(entropy.double(), edges, right=True) - 1).clamp(min=0)

@@ -17,13 +17,9 @@ def fixed_bounds(config: LossConfig, clip_bounds: ClipBounds) -> ClipBounds | No
 
     Args:
         config: the loss.
-        clip_bounds: those of algorithm.clip or of calibration, which ppo_clip takes.
+        clip_bounds: `calibration_losses.plain_bounds` or those of calibration.
     """
-    if isinstance(config, PPOClip):
-        return clip_bounds
-    if isinstance(config, GSPO):
-        return config.bounds()
-    return ClipBounds(low=0.0, high=config.ratio_cap) if isinstance(config, CISPO) else None
+    return clip_bounds if isinstance(config, PPOClip | GSPO | CISPO) else None
 
 
 def chosen_bounds(
@@ -55,7 +51,8 @@ def policy_losses(
     if isinstance(config, Reinforce):
         return reinforce(logprobs, advantages, weights)
     if isinstance(config, CISPO):
-        return cispo(logprobs, old_logprobs, advantages, config.ratio_cap, weights)
+        assert bounds is not None
+        return cispo(logprobs, old_logprobs, advantages, bounds.high, weights)
     if isinstance(config, DPPOTV | DPPOKL):
         dropped = dropped_tokens(config, logprobs, batch, bounds)
         return dppo(logprobs, old_logprobs, advantages, dropped, config.ratio_cap, weights)

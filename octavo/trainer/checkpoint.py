@@ -59,6 +59,10 @@ class Checkpoint:
     state: dict[str, Any]
     """What was given to `write_checkpoint`, as JSON gives it back."""
 
+    def holds(self, group: str) -> bool:
+        """Whether it has tensors of a group."""
+        return any(self.path.glob(f"{group}-*.safetensors"))
+
     def tensors(self, group: str) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor on the CPU) of a group, one at a time."""
         for file in sorted(self.path.glob(f"{group}-*.safetensors")):
@@ -168,14 +172,27 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][1]), pair[0][2] is None), reverse=True)]
 
 
-def newest_checkpoint(run_folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def steps_done(path: Path) -> int:
+    """Steps behind a checkpoint, from its name."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
+
+
+def newest_checkpoint(run_folder: Path, most_steps: int | None = None) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole, and one line for each newer one that is not.
+
+    Args:
+        run_folder: of the run.
+        most_steps: leave out checkpoints of more steps.
 
     Raises:
         ValueError: there are checkpoints and none is whole.
     """
     damage: list[str] = []
     for path in list_checkpoints(run_folder):
+        if most_steps is not None and steps_done(path) > most_steps:
+            continue
         try:
             return read_checkpoint(path), damage
         except ValueError as error:
@@ -201,10 +218,26 @@ def set_aside(run_folder: Path, newer_than: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(run_folder: Path, keep_last: int, best: str | None) -> None:
-    """Remove all but the newest `keep_last` checkpoints and the one named `best`."""
-    for path in list_checkpoints(run_folder)[keep_last:]:
-        if path.name != best:
+def prune(run_folder: Path, keep_last: int, best: str | None, rollback_limit: int | None = None) -> None:
+    """Remove all but the newest `keep_last` checkpoints, the one named `best`, and those that a rollback may need.
+
+    The latter are the newest two of at most `rollback_limit` steps, and the oldest of more, which will follow them.
+    """
+    paths = list_checkpoints(run_folder)
+    kept = {path.name for path in paths[:keep_last]} | {best}
+    if rollback_limit is not None:
+        sound = [path.name for path in paths if steps_done(path) <= rollback_limit]
+        later = [path.name for path in paths if steps_done(path) > rollback_limit]
+        kept |= {*sound[:2], *later[-1:]}
+    for path in paths:
+        if path.name not in kept:
+            _remove(path)
+
+
+def remove_newer(run_folder: Path, most_steps: int) -> None:
+    """Remove the checkpoints of more steps."""
+    for path in list_checkpoints(run_folder):
+        if steps_done(path) > most_steps:
             _remove(path)
 
 

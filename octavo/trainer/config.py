@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Literal
 
-from octavo.numerics.fp8 import ScaleRounding
-from octavo.numerics.recipe import FORWARD_ONLY, Recipe, RecipeName, StorageFormat, get_recipe
 from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
-from octavo.rl.calibration import CalibrationConfig
+from octavo.rl.calibration_config import ExactCalibration, GridCalibration, SymmetricCalibration
+from octavo.rl.calibration_losses import plain_bounds, refusal, scale_of
 from octavo.rl.corrections import IcePop, SequenceMask, SequenceTIS
+from octavo.rl.dynamic_sampling import DynamicSamplingConfig
+from octavo.rl.gae import GAEConfig
 from octavo.rl.loss_clipped import BAPO, M2PO, PPOClip
 from octavo.rl.loss_likelihood import CISPO, DPPOKL, DPPOTV, Reinforce
 from octavo.rl.loss_sequence import GSPO, GSPOToken
 from octavo.rl.losses import ClipBounds, ClipConfig, KLConfig, Reduction
+from octavo.rl.observatory import ObservatoryConfig
 from octavo.rl.overlong import OverlongConfig
 from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
@@ -26,9 +28,14 @@ from octavo.tasks.reasoning_gym import ReasoningGymConfig
 from octavo.tasks.rewards import RewardConfig
 from octavo.tasks.verifiers import VerifierConfig
 from octavo.trainer.checkpoint import CheckpointConfig
+from octavo.trainer.critic_config import CriticConfig
 from octavo.trainer.optimizer import OptimizerConfig
+from octavo.trainer.precision_config import PrecisionConfig
 from octavo.trainer.trackers import TrackingConfig
+from octavo.trainer.watch import WatchConfig
 
+RatioSource = Literal["training", "bf16_shadow", "fp32_shadow"]
+"""Whose ratio a loss takes."""
 MAX_COMPLETIONS = 2**20
 """Of a step; their prompts alone would take minutes to list."""
 
@@ -45,81 +52,8 @@ class ModelConfig:
     """The switch of chat templates such as Qwen3's; null leaves the template's default. An error without the switch."""
     dither_masters: bool = False
     """Move each FP32 master at random (seeded) inside the interval that rounds to its BF16 value. The BF16 model is
-    unchanged; fewer weights sit on FP8 rounding ties together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SidePrecision:
-    """What one side of the flow does otherwise; null is as `precision` says. A recipe's name stands for the section."""
-
-    shorthand: ClassVar[str] = "recipe"
-    recipe: RecipeName | None = None
-    """One of precision.recipe's, and for the rollout also fp8_channel or fp8_tensor, as serving engines run them."""
-    kv_cache: StorageFormat | None = None
-    """fp8 or bf16."""
-    saved_activations: StorageFormat | None = None
-    """fp8 or bf16, for training only: the rollout saves nothing."""
-    keep_bf16: tuple[str, ...] | None = None
-    """Replaces the list of `precision`."""
-    scale_rounding: ScaleRounding | None = None
-    """none or power_of_two."""
-    amax_margin: float | None = None
-    """tensorwise_static only."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """One precision flow for rollout, old logprobs and training. What is null is as the recipe says."""
-
-    recipe: RecipeName = "block128"
-    """bf16, block128, rowwise, tensorwise, w8a16, tensorwise_static or fp32."""
-    kv_cache: StorageFormat | None = None
-    """fp8 or bf16: keys and values as every query sees them."""
-    saved_activations: StorageFormat | None = None
-    """fp8 or bf16: what linear layers keep for the backward pass."""
-    keep_bf16: tuple[str, ...] | None = None
-    """Modules that are not quantised, matched on whole names; lm_head and embed_tokens are always among them."""
-    scale_rounding: ScaleRounding = "none"
-    """power_of_two rounds all scales up."""
-    amax_margin: float = 1.25
-    """tensorwise_static only: room above the last step's amax."""
-    rollout: SidePrecision = field(default_factory=SidePrecision)
-    """What the engine does otherwise than training. Any difference needs allow_mismatch."""
-    train: SidePrecision = field(default_factory=SidePrecision)
-    """What training, old and reference logprobs do otherwise than the rollout."""
-    allow_mismatch: bool = False
-    """Let the rollout run another forward than training, from the same masters; importance weights correct for it."""
-
-    def __post_init__(self) -> None:
-        for key, recipe in (("recipe", self.recipe), ("train.recipe", self.train.recipe)):
-            if recipe in FORWARD_ONLY:
-                raise ValueError(
-                    f"{key}={recipe!r} runs forward only and cannot train. Use {key}={FORWARD_ONLY[recipe]}, or "
-                    f"rollout.recipe={recipe} for the rollout alone"
-                )
-        if self.rollout.saved_activations is not None:
-            raise ValueError("rollout.saved_activations is set, but a rollout saves none. Use train.saved_activations")
-        self.rollout_recipe()
-        self.train_recipe()
-
-    def rollout_recipe(self) -> Recipe:
-        """The complete recipe of the engine, which saves no activations whatever training saves."""
-        return self._expand("rollout", self.rollout, saved_activations=None)
-
-    def train_recipe(self) -> Recipe:
-        """The complete recipe of training, of old and of reference logprobs."""
-        return self._expand("train", self.train)
-
-    def _expand(self, name: str, side: SidePrecision, **left_out: None) -> Recipe:
-        own = {key: value for key, value in vars(side).items() if value is not None}
-        chosen = {key: getattr(self, key) for key in vars(side)} | own | left_out
-        changes = {key: value for key, value in chosen.items() if value is not None}
-        if "keep_bf16" in changes:
-            changes["keep_bf16"] = tuple(dict.fromkeys(("lm_head", "embed_tokens", *changes["keep_bf16"])))
-        try:
-            return get_recipe(changes.pop("recipe"), **changes)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}" if own else str(error)) from error
+    unchanged; fewer weights sit on FP8 rounding ties together. Worth it at learning rates near 1e-6, where the first
+    FP8 step is otherwise several times the true one (LOG.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +100,7 @@ class RolloutConfig:
 class AlgorithmConfig:
     """How rewards become a loss."""
 
-    advantage: GRPOConfig | RLOOConfig | ReinforcePlusPlusConfig = field(default_factory=GRPOConfig)
+    advantage: GRPOConfig | RLOOConfig | ReinforcePlusPlusConfig | GAEConfig = field(default_factory=GRPOConfig)
     """The baseline that rewards are compared with."""
     loss: PPOClip | GSPO | GSPOToken | CISPO | BAPO | DPPOTV | DPPOKL | M2PO | Reinforce = field(
         default_factory=PPOClip
@@ -180,10 +114,17 @@ class AlgorithmConfig:
     """What else than token weights corrects for a rollout by another numerics."""
     tis_cap: float = 2.0
     """C: without a correction, importance weights are min(exp(old_logprobs - rollout_logprobs), C). At least 1."""
+    ratio_from: RatioSource = "training"
+    """Whose ratio the loss weighs and clips by; the gradient is training's. bf16_shadow, fp32_shadow: two more forwards
+    on the masters of every token. What calibration can reach at best."""
+    clip_mask_from: RatioSource = "training"
+    """Whose ratio says which tokens are clipped; those that are not weigh by training's."""
     kl: KLConfig = field(default_factory=KLConfig)
     """Penalty on the distance to the model that training started from; coefficient 0 loads no reference."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     """Long and truncated completions."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Drop groups of equal rewards and draw more prompts in their place; null trains on every group."""
 
     def __post_init__(self) -> None:
         if self.tis_cap < 1.0:
@@ -193,25 +134,38 @@ class AlgorithmConfig:
                 f"tis_cap={self.tis_cap} caps the token weights that correction.type={self.correction.type_name} "
                 f"replaces. Leave tis_cap out, or use correction: null"
             )
+        if isinstance(self.advantage, GAEConfig) and self.dynamic_sampling is not None:
+            raise ValueError(
+                "dynamic_sampling drops groups of equal rewards, from which advantage.type=gae learns as well. Use "
+                "dynamic_sampling: null"
+            )
         if not isinstance(self.loss, PPOClip) and self.clip != ClipConfig():
             raise ValueError(
                 f"clip holds the bounds of ppo_clip, and loss.type={self.loss.type_name} does not read them. Leave "
                 f"clip out and set what is under loss"
             )
 
-    def calibration_refusal(self) -> str:
-        """Why calibrated clipping is wrong for the loss; empty where it is right."""
-        if not isinstance(self.loss, PPOClip):
-            return (
-                f"calibration moves the bounds of ppo_clip, at which a token's ratio loses its gradient, and "
-                f"algorithm.loss.type={self.loss.type_name} has no such bounds to move"
+        if "training" not in (self.ratio_from, self.clip_mask_from):
+            raise ValueError(
+                f"ratio_from={self.ratio_from} takes the whole ratio from a shadow, and clip_mask_from="
+                f"{self.clip_mask_from} its clip mask alone. Use one of them"
             )
-        if self.loss.dual_clip is not None:
-            return (
-                f"calibration balances punished tokens at any ratio above the low bound, and "
-                f"algorithm.loss.dual_clip={self.loss.dual_clip} drops some of them"
+        takes = PPOClip | GSPO if self.clip_mask_from != "training" else PPOClip | GSPO | CISPO
+        if self.loss_shadow != "training" and not isinstance(self.loss, takes):
+            raise ValueError(
+                f"a ratio or clip mask from {self.loss_shadow} is for losses with fixed bounds on the ratio, and "
+                f"loss.type={self.loss.type_name} has none. Use 'training'"
             )
-        return ""
+        if self.clip_mask_from != "training" and isinstance(self.loss, PPOClip) and self.loss.dual_clip is not None:
+            raise ValueError(
+                f"clip_mask_from={self.clip_mask_from} leaves training's ratio without bounds, and loss.dual_clip="
+                f"{self.loss.dual_clip} is one. Use ratio_from={self.clip_mask_from}, or dual_clip: null"
+            )
+
+    @property
+    def loss_shadow(self) -> RatioSource:
+        """The shadow that the loss takes its ratio or clip mask from; training for none."""
+        return self.ratio_from if self.clip_mask_from == "training" else self.clip_mask_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +236,17 @@ class TrainConfig:
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    calibration: CalibrationConfig | None = field(default_factory=CalibrationConfig)
-    """Calibrated clipping, for ppo_clip without dual_clip; null keeps the bounds of algorithm.clip."""
+    calibration: GridCalibration | ExactCalibration | SymmetricCalibration | None = field(
+        default_factory=GridCalibration
+    )
+    """Calibrated clipping, for ppo_clip without dual_clip, gspo and cispo; null keeps the bounds of algorithm.clip or
+    of the loss."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Of PPO, which algorithm.advantage.type=gae makes it."""
+    watch: WatchConfig | None = field(default_factory=WatchConfig)
+    """Early warning of a collapse, and what it leads to; null watches nothing."""
+    observatory: ObservatoryConfig = field(default_factory=ObservatoryConfig)
+    """What is measured of the ratio's noise, and how often; changes no training number."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -294,11 +257,12 @@ class TrainConfig:
         rollout, trainer = self.rollout, self.trainer
         if not self.output_dir:
             raise ValueError("output_dir is empty; name a folder, as runs/mine")
-        for name, path in (("output_dir", self.output_dir), ("model.path", self.model.path)):
+        paths = {"output_dir": self.output_dir, "model.path": self.model.path, "critic.path": self.critic.path or ""}
+        for name, path in paths.items():
             if path.startswith("~"):  # a shell leaves it so behind key=
                 raise ValueError(f"{name}={path!r} would be a folder named ~ here. Write $HOME, or the whole path")
         advantage = self.algorithm.advantage
-        if rollout.group_size == 1 and not isinstance(advantage, GRPOConfig):
+        if rollout.group_size == 1 and not isinstance(advantage, GRPOConfig | GAEConfig):
             raise ValueError(
                 f"rollout.group_size=1 leaves algorithm.advantage.type={advantage.type_name} no other completion to "
                 f"compare with. Use rollout.group_size >= 2, as 8"
@@ -307,6 +271,20 @@ class TrainConfig:
             raise ValueError(
                 "rollout.group_size=1 has no standard deviation to divide by (algorithm.advantage.scale_by_std=true). "
                 "Use rollout.group_size >= 2, as 8"
+            )
+        if rollout.group_size == 1 and self.algorithm.dynamic_sampling is not None:
+            raise ValueError(
+                "rollout.group_size=1 makes the rewards of a group equal, and algorithm.dynamic_sampling drops such "
+                "groups. Use rollout.group_size >= 2, as 8"
+            )
+        if not isinstance(advantage, GAEConfig) and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic is set, and algorithm.advantage.type={advantage.type_name} has none. Use gae, or leave it out"
+            )
+        if self.critic.warmup_steps >= trainer.num_steps:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps} are all of trainer.num_steps={trainer.num_steps}, and "
+                f"the policy never learns. Lower it"
             )
         if rollout.prompts_per_step % trainer.num_mini_batches:
             raise ValueError(
@@ -318,8 +296,17 @@ class TrainConfig:
                 "calibration needs ratios that differ from 1, and with trainer.num_mini_batches=1 every ratio is 1. "
                 "Use trainer.num_mini_batches >= 2, or calibration: null"
             )
-        if self.calibration is not None and (refusal := self.algorithm.calibration_refusal()):
-            raise ValueError(f"{refusal}. Use calibration: null")
+        if self.calibration is not None and (reason := refusal(self.algorithm.loss, self.calibration)):
+            raise ValueError(reason)
+        if self.calibration is not None and self.algorithm.loss_shadow != "training":
+            raise ValueError(
+                f"the loss clips by {self.algorithm.loss_shadow}, whose ratios lack the noise that calibration makes "
+                f"up for. Use calibration: null, or algorithm.ratio_from and clip_mask_from: training"
+            )
+        recipes = self.precision.rollout_recipe(), self.precision.train_recipe()
+        quantizes = any(recipe.quantizes for recipe in recipes)
+        if self.watch is not None and (reason := self.watch.refusal(self.calibration is not None, quantizes)):
+            raise ValueError(reason)
         if self.algorithm.overlong.buffer_tokens > rollout.max_completion_tokens:
             raise ValueError(
                 f"algorithm.overlong.buffer_tokens={self.algorithm.overlong.buffer_tokens} is more than "
@@ -333,8 +320,11 @@ class TrainConfig:
             )
 
     def start_bounds(self) -> ClipBounds:
-        """Bounds of ppo_clip in step 0."""
-        return self.algorithm.clip.bounds() if self.calibration is None else self.calibration.start_bounds()
+        """Bounds on the ratio in step 0."""
+        loss = self.algorithm.loss
+        if self.calibration is None:
+            return plain_bounds(loss, self.algorithm.clip)
+        return self.calibration.start_bounds(scale_of(loss))
 
     @property
     def max_tokens(self) -> int:

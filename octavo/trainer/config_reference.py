@@ -79,7 +79,8 @@ def sections(
 
 def reference() -> str:
     """The whole page, Markdown."""
-    return "\n".join([HEAD, *(section_text(section) for section in sections(TrainConfig))])
+    each = dict.fromkeys(section_text(section) for section in sections(TrainConfig))  # variants may share a section
+    return "\n".join([HEAD, *each])
 
 
 def section_text(section: Section) -> str:

@@ -44,6 +44,10 @@ class Diverged(ValueError):
         self.where, self.broken = where, broken
 
 
+class Diagnosed(ValueError):
+    """A step that diverged, and where its diagnosis is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Broken:
     """A tensor with values that are not finite."""
@@ -83,7 +87,7 @@ class StepRecord:
     clock: StepClock = field(default_factory=StepClock)
 
 
-def save_diagnosis(run_folder: Path, error: Diverged, record: StepRecord, context: Mapping[str, Any]) -> ValueError:
+def save_diagnosis(run_folder: Path, error: Diverged, record: StepRecord, context: Mapping[str, Any]) -> Diagnosed:
     """Write RUN/failure, replacing an earlier one.
 
     Args:
@@ -115,8 +119,8 @@ def save_diagnosis(run_folder: Path, error: Diverged, record: StepRecord, contex
             save_file(_tensors(record.mini_batch), folder / "batch.safetensors")
         (folder / "diagnosis.json").write_text(json.dumps(diagnosis, indent=1), encoding="utf-8")
     except (OSError, SafetensorError) as problem:
-        return ValueError(f"{place}: {error}. {folder} could not be written ({problem}). {advice}")
-    return ValueError(f"{place}: {error}. The batch and the diagnosis are in {folder}. {advice}")
+        return Diagnosed(f"{place}: {error}. {folder} could not be written ({problem}). {advice}")
+    return Diagnosed(f"{place}: {error}. The batch and the diagnosis are in {folder}. {advice}")
 
 
 def _tensors(mini_batch: MiniBatch) -> dict[str, Tensor]:

@@ -97,6 +97,17 @@ class Optimizer:
         self.update += 1
         return {"optimizer/grad_norm": norm.item(), "optimizer/lr": lr}
 
+    def skip(self) -> dict[str, float]:
+        """Clear the gradients and leave the masters as they are. Returns the metrics of a step with a rate of 0."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
+        self.adamw.zero_grad(set_to_none=True)
+        return {"optimizer/grad_norm": norm.item(), "optimizer/lr": 0.0}
+
+    def restore(self, update: int) -> None:
+        """Go on from `update`, with the masters and moments that were copied in; gradients of a broken step go."""
+        self.update = update
+        self.adamw.zero_grad(set_to_none=True)
+
     def moments(self) -> dict[str, Tensor]:
         """The live moments and step counts of AdamW, as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`.
 

@@ -4,7 +4,7 @@
     metrics.jsonl    a line a step                samples.jsonl   some completions of each step
     resumes.jsonl    a line a resume              audit.jsonl     the newest completions of each outcome
     checkpoints/     what the run can go on from  model/          the trained model
-    failure/         diagnosis of a run that diverged
+    rollbacks/       what each rollback undid     failure/        diagnosis of a run that diverged
 
 Every file but the line files is replaced whole.
 """
@@ -25,10 +25,11 @@ from octavo.trainer.checkpoint import FOLDER as CHECKPOINTS
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.files import write_whole
 
+ROLLBACKS = "rollbacks"
 MASTER_AND_MOMENTS_BYTES = 12
 """Of a parameter in a checkpoint: FP32 master and two FP32 moments."""
 OWN_FILES = ("config.yaml", "samples.jsonl", "resumes.jsonl", "audit.jsonl", "precision.json", "report.html")
-OWN_FOLDERS = (CHECKPOINTS, "model", "model.partial", "model.replaced", "failure", "tensorboard")
+OWN_FOLDERS = (CHECKPOINTS, "model", "model.partial", "model.replaced", "failure", "tensorboard", ROLLBACKS)
 
 
 class JsonLines:
@@ -97,6 +98,7 @@ class JsonLines:
         Returns:
             Whether `size` bytes are left; fewer if the file was shorter or has been edited, and so has lost lines.
         """
+        self._waiting.clear()  # of later steps, as a checkpoint is written after its lines
         with self.path.open("ab+") as file:
             kept = min(size, file.tell())
             while kept > 0:
@@ -171,7 +173,7 @@ class RunFolder:
 
         Args:
             config: of the run.
-            num_parameters: masters of the policy.
+            num_parameters: masters of the policy, and of a critic.
             model_bytes: of the model folder that the run will leave.
             replace: an earlier run that is there is cleared even without `overwrite`.
 
@@ -239,7 +241,8 @@ class RunFolder:
             ValueError: as said; with the arithmetic.
         """
         checkpoint_bytes = MASTER_AND_MOMENTS_BYTES * num_parameters
-        num_checkpoints = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best
+        rolls_back = config.watch is not None and config.watch.action == "rollback"
+        num_checkpoints = config.checkpoint.keep_last + 1 + config.checkpoint.keep_best + 3 * rolls_back
         needed = model_bytes + num_checkpoints * checkpoint_bytes
         old = [file for name in OWN_FOLDERS for file in (self.path / name).rglob("*") if file.is_file()]
         folder = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())

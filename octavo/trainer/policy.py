@@ -1,4 +1,4 @@
-"""The policy on a packed microbatch: the independent training forward that gives logprobs, old logprobs and shadows."""
+"""The policy on a packed microbatch: the independent training forward, and weights against the rollout's mismatch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from torch import Tensor
 
 from octavo.layers.attention import PackedAttention
 from octavo.models.decoder import Decoder
-from octavo.rl.batch import Microbatch
+from octavo.rl.batch import Microbatch, MiniBatch
+from octavo.rl.corrections import correction_weights
+from octavo.trainer.config import TrainConfig
 
 
 def packed_logprobs(
@@ -30,6 +32,19 @@ def packed_logprobs(
         with torch.no_grad():
             return _logprobs(decoder, microbatch, temperature, shadow=True)
     return _logprobs(decoder, microbatch, temperature, shadow=False)
+
+
+def weights_of(config: TrainConfig, microbatch: Microbatch) -> Tensor:
+    """[T] weights that correct for the mismatch of rollout and training."""
+    old, rollout_logprobs = microbatch.old_logprobs, microbatch.rollout_logprobs
+    assert old is not None
+    mask, index, algorithm = microbatch.loss_mask, microbatch.sequence_index, config.algorithm
+    return correction_weights(old, rollout_logprobs, mask, index, algorithm.correction, algorithm.tis_cap)
+
+
+def gathered_weights(config: TrainConfig, mini_batch: MiniBatch) -> Tensor:
+    """The same of every microbatch, end to end."""
+    return torch.cat([weights_of(config, microbatch) for microbatch in mini_batch.microbatches])
 
 
 def _logprobs(decoder: Decoder, microbatch: Microbatch, temperature: float, shadow: bool) -> tuple[Tensor, Tensor]:

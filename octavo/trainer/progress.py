@@ -1,7 +1,7 @@
 """Where a run stands: what it needs, beside its config, to go on as if it had never stopped.
 
-The problem order and every sample are keyed by (seed, step), so their cursor is the number of steps done. What else
-moves is here, in the masters, in the optimiser's moments and in the static activation scales.
+The problem order is keyed by the seed and every sample by (seed, step). What else moves is here, in the masters, in the
+optimiser's moments and in the static activation scales.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from octavo import __version__
 from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
-from octavo.rl.calibration import CalibrationStatistics
+from octavo.rl.calibration import Statistics, read_statistics
+from octavo.rl.calibration_trigger import Watch
 from octavo.rl.losses import ClipBounds
+from octavo.trainer.watch import SignalState, first_onset
 
 
 @dataclass(kw_only=True)
@@ -31,8 +33,12 @@ class Progress:
     """Of the ratio; calibrated clipping moves them."""
     next_step: int = 0
     """Steps done."""
-    pool: list[CalibrationStatistics] = field(default_factory=list)
+    next_prompt: int = 0
+    """Training problems drawn; place of the next in the order of all epochs."""
+    pool: list[Statistics] = field(default_factory=list)
     """Statistics measured since the last calibration."""
+    watch: Watch = field(default_factory=Watch)
+    """What calls the next calibration."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
     """Metrics before step 0; empty until they are measured, or without evaluation."""
     best_accuracy: float = -1.0
@@ -41,6 +47,12 @@ class Progress:
     """Name of the checkpoint that had it."""
     pending: dict[str, Any] | None = None
     """`metrics` and `samples` of the step before `next_step`, while its evaluation is to come and they wait for it."""
+    signals: dict[str, SignalState] = field(default_factory=dict)
+    """Early warning: what is known of each signal."""
+    bf16_steps_left: int = 0
+    """Steps for which rollout and training still run in BF16."""
+    rollbacks: int = 0
+    """Rollbacks behind this state; each goes on with other random numbers."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers; `from_json` gives back an equal Progress."""
@@ -49,10 +61,18 @@ class Progress:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Progress:
         """The inverse of `to_json`, also after JSON turned tuples into lists."""
-        values = {entry.name: data[entry.name] for entry in fields(cls)}
+        values = {entry.name: data[entry.name] for entry in fields(cls) if entry.name in data}  # an older run's too
         values["bounds"] = ClipBounds(**values["bounds"])
-        values["pool"] = [CalibrationStatistics.from_json(item) for item in values["pool"]]
+        values["pool"] = [read_statistics(item) for item in values["pool"]]
+        values["watch"] = Watch.from_json(data["watch"]) if "watch" in data else Watch()
+        values["signals"] = {name: SignalState(**state) for name, state in values.get("signals", {}).items()}
         return cls(**values)
+
+    @property
+    def sound_steps(self) -> int:
+        """Steps done before any signal was off, as far as is known now."""
+        onset = first_onset(self.signals)
+        return self.next_step if onset is None else onset
 
 
 @dataclass(frozen=True, kw_only=True)

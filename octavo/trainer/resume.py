@@ -18,16 +18,19 @@ from octavo.trainer.checkpoint import (
     checkpoint_name,
     newest_checkpoint,
     prune,
+    remove_newer,
     set_aside,
     write_checkpoint,
 )
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import differences, from_dict, to_dict
+from octavo.trainer.critic import CriticLearner, updates_per_step
 from octavo.trainer.metrics import StepClock
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress
-from octavo.trainer.run import Run, model_fingerprint, problems_fingerprint
+from octavo.trainer.rollback import Rollback, pending_rollback
+from octavo.trainer.run import Run, in_bf16, model_fingerprint, policy_steps, problems_fingerprint
 
 FREE_TO_CHANGE = ("output_dir", "overwrite", "checkpoint", "tracking")
 """Keys and sections that change no number of a run, so a resume may have others without asking."""
@@ -42,6 +45,8 @@ class ResumePoint:
     """Differences of the config from the run's, each `key: old -> new`; allowed by the user."""
     damage: list[str]
     """Why newer checkpoints are not used."""
+    rollback: Rollback | None = None
+    """The decision to go back to it, which is not carried out yet."""
 
 
 def find_resume_point(folder: RunFolder, config: TrainConfig, allow_changes: bool) -> ResumePoint | None:
@@ -57,6 +62,16 @@ def find_resume_point(folder: RunFolder, config: TrainConfig, allow_changes: boo
         return None
     folder.lock()
     checkpoint, damage = newest_checkpoint(folder.path)
+    rollback = None
+    if checkpoint is not None:
+        rollback = pending_rollback(folder.path, checkpoint.state["progress"].get("rollbacks", 0))
+    if rollback is not None:  # the run was stopped in the middle of it, or before its first checkpoint
+        checkpoint, damage = newest_checkpoint(folder.path, most_steps=rollback.to_step)
+        if checkpoint is None:
+            raise ValueError(
+                f"{folder.path} was to be rolled back to {rollback.checkpoint}, which is gone. Put it back, or remove "
+                f"{folder.path}/rollbacks to go on from the newest checkpoint"
+            )
     if checkpoint is None and (folder.path / "model").exists():
         raise ValueError(
             f"{folder.path} holds a trained model and no checkpoint to go on from. overwrite=true without --resume "
@@ -78,7 +93,7 @@ def find_resume_point(folder: RunFolder, config: TrainConfig, allow_changes: boo
         raise ValueError(
             f"{checkpoint.path} has done {done} steps, and trainer.num_steps={wanted}. Give at least {done}"
         )
-    return ResumePoint(checkpoint=checkpoint, changes=changes, damage=damage)
+    return ResumePoint(checkpoint=checkpoint, changes=changes, damage=damage, rollback=rollback)
 
 
 @dataclass(kw_only=True)
@@ -90,10 +105,28 @@ class Session:
     reference: Decoder | None
     folder: RunFolder
     progress: Progress
+    critic: CriticLearner | None = None
 
     _saved: str | None = None
     """Name of the checkpoint of this very state."""
     _clock: StepClock = field(default_factory=StepClock)
+    _bf16: Run | None = None
+
+    @property
+    def active_run(self) -> Run:
+        """The run itself, or in BF16 while a rescue says so."""
+        if self.progress.bf16_steps_left == 0:
+            return self.run
+        self._bf16 = self._bf16 or in_bf16(self.run)
+        return self._bf16
+
+    def count_bf16_step(self) -> None:
+        """A step in BF16 is done; after the last one the run is back with its own recipe."""
+        self.progress.bf16_steps_left -= 1
+        if self.progress.bf16_steps_left == 0:
+            self._bf16 = None
+            for decoder in self.run.decoders:
+                decoder.requantize_()
 
     def save(self, best: bool = False) -> str:
         """Write a checkpoint of the state as it is and drop those that are no longer kept.
@@ -115,6 +148,7 @@ class Session:
         state = {
             "progress": progress.to_json() | {"best_checkpoint": kept},
             "policy_version": self.optimizer.update,
+            "critic_version": 0 if self.critic is None else self.critic.optimizer.update,
             "sizes": {file.path.name: file.flush() for file in (self.folder.metrics, self.folder.samples)},
             "config": to_dict(config),
             "fingerprints": self._fingerprints,
@@ -124,7 +158,10 @@ class Session:
         with self._clock.phase("checkpoint"):
             write_checkpoint(self.folder.checkpoints / name, self._tensors(), state)
         self._saved, progress.best_checkpoint = name, kept
-        prune(self.folder.path, config.checkpoint.keep_last, kept)
+        limit = None
+        if config.watch is not None and config.watch.action == "rollback":
+            limit = max(0, progress.sound_steps - config.watch.margin_steps)
+        prune(self.folder.path, config.checkpoint.keep_last, kept, limit)
         return name
 
     def checkpoint_time(self) -> dict[str, float]:
@@ -149,17 +186,30 @@ class Session:
         ]
         _refuse(others, checkpoint.path, allow_changes)
         for group, tensors in self._tensors().items():
-            checkpoint.copy_into(group, tensors)
-        self.optimizer.update = state["policy_version"]
-        for decoder in self.run.decoders if self.optimizer.update else ():  # the first bytes are as they were loaded
-            decoder.requantize_()
-        self.progress, self._saved = Progress.from_json(state["progress"]), checkpoint.path.name
-        trainer = self.run.config.trainer  # of a changed config too, whose other updates the schedule must not count
-        updates_left = (trainer.num_steps - self.progress.next_step) * trainer.num_mini_batches
+            if group != "reference" or tensors and checkpoint.holds(group):
+                checkpoint.copy_into(group, tensors)
+        self.run.reference.restored_(begins=not checkpoint.holds("reference"))
+        self.optimizer.restore(state["policy_version"])
+        step = state["progress"]["next_step"]
+        drawn = step * state["config"]["rollout"]["prompts_per_step"]  # before octavo counted them
+        self.progress = Progress.from_json({"next_prompt": drawn} | state["progress"])
+        self._saved, self._bf16 = checkpoint.path.name, None
+        config = self.run.config  # of a changed config too, whose other updates the schedule must not count
+        if any(change.startswith(("algorithm", "calibration")) for change in point.changes):
+            self.progress.pool.clear()  # of another form, perhaps
+            if config.calibration is None:
+                self.progress.bounds = config.start_bounds()
+        updates_left = policy_steps(config, done=step) * config.trainer.num_mini_batches
         self.optimizer.num_updates = self.optimizer.update + updates_left
+        if self.critic is not None:
+            self.critic.restore(state["critic_version"], (config.trainer.num_steps - step) * updates_per_step(config))
+        self._requantize(rolled_back=point.rollback is not None or self.progress.rollbacks > 0)
         state_of.restore_random_states(state["random_states"])
 
         notes = [f"damaged and set aside: {text}" for text in point.damage]
+        if point.rollback is not None:
+            self._end_rollback(point.rollback)
+            notes.append(str(point.rollback))
         set_aside(self.folder.path, newer_than=checkpoint.path)
         for file in (self.folder.metrics, self.folder.samples):
             if not file.cut(state["sizes"][file.path.name]):
@@ -174,12 +224,35 @@ class Session:
         self.folder.resumes.extend([row])
         return [f"resuming from {checkpoint.path}", *(f"changed: {text}" for text in changes), *notes]
 
+    def _requantize(self, rolled_back: bool) -> None:
+        """Rewrite what forwards read of the masters; before the first update it is as it was loaded."""
+        if self.optimizer.update or rolled_back:
+            for decoder in self.run.decoders:
+                decoder.requantize_()
+        if self.critic is not None and (self.critic.optimizer.update or rolled_back):
+            self.critic.critic.decoder.requantize_()
+
+    def _end_rollback(self, rollback: Rollback) -> None:
+        """What a rollback changes in the state that it goes back to."""
+        progress, checkpoints = self.progress, self.folder.checkpoints
+        remove_newer(self.folder.path, most_steps=rollback.to_step)
+        progress.rollbacks = rollback.number
+        for signal in progress.signals.values():
+            signal.forget()
+        best = progress.best_checkpoint
+        if best is not None and not (checkpoints / best).is_dir():  # a better one that is undone had replaced it
+            progress.best_checkpoint, progress.best_accuracy = None, -1.0
+
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        return {
+        groups: dict[str, Mapping[str, Tensor]] = {
             "policy": {name: parameter.detach() for name, parameter in self.run.policy.named_parameters()},
             "optimizer": self.optimizer.moments(),
             "scales": state_of.static_scales(self.run.decoders),
+            "reference": self.run.reference.tensors(),
         }
+        if self.critic is not None:
+            groups |= {"critic": self.critic.parameters(), "critic_optimizer": self.critic.optimizer.moments()}
+        return groups
 
     @cached_property
     def _fingerprints(self) -> dict[str, str]:

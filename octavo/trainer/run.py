@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from octavo.models.checkpoint import load_decoder, weight_files
 from octavo.models.decoder import Decoder
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
+from octavo.numerics.recipe import get_recipe
 from octavo.rollout.counter import uniform_bits
 from octavo.rollout.engine import Engine
 from octavo.tasks.checks import modules_of
@@ -32,9 +33,10 @@ from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.precision import check_live, declared_flow, flow_lines
 from octavo.trainer.problems import Benchmark, EncodedProblem, load_problems, problem_order
+from octavo.trainer.reference import Reference
 from octavo.trainer.reward_model import RewardModel
 
-TRAINING, EVALUATION = 0, 1
+TRAINING, EVALUATION, SHADOW, ROLLBACK = 0, 1, 2, 3
 """Streams of random numbers."""
 
 
@@ -51,6 +53,10 @@ class Run:
     """The sets that are evaluated; a task without test problems may have none."""
     policy: Decoder
     engine: Engine
+    shadow: Decoder
+    """The policy, whose masters are multiplied in BF16, or a decoder that multiplies them in FP32."""
+    reference: Reference
+    """What stands for BF16 when bounds are calibrated."""
     display: Display
     verifiers: VerifierPool
     """Where completions are checked; whoever made the run closes it."""
@@ -68,8 +74,8 @@ class Run:
 
     @property
     def decoders(self) -> list[Decoder]:
-        """All that read the masters: the policy and, where the rollout is another forward, the engine's own."""
-        return list(dict.fromkeys([self.policy, self.engine.decoder]))
+        """All that read the masters: the policy and, where rollout or shadow are another forward, their own."""
+        return list(dict.fromkeys([self.policy, self.engine.decoder, self.shadow]))
 
     @cached_property
     def reward_model(self) -> RewardModel | None:
@@ -77,15 +83,18 @@ class Run:
         config = self.config.reward.model
         return None if config is None else RewardModel(config, self.config.device)
 
-    def seed(self, stream: int, step: int) -> int:
+    def seed(self, stream: int, step: int, rollbacks: int = 0) -> int:
         """Of the engine's random numbers in one step."""
-        return uniform_bits(self.config.seed, stream, step)
+        return uniform_bits(self.training_seed(rollbacks), stream, step)
 
-    def problems_of_step(self, step: int) -> list[EncodedProblem]:
-        """P training problems; each epoch is a new permutation. Depends on the seed and the step only."""
-        size = self.config.rollout.prompts_per_step
-        order = problem_order(self.task, self.train_problems, self.config.seed)
-        return [self.train_problems[order.problem(place)] for place in range(step * size, (step + 1) * size)]
+    def training_seed(self, rollbacks: int) -> int:
+        """The run's seed, and after each rollback another."""
+        return uniform_bits(self.config.seed, ROLLBACK, rollbacks) if rollbacks else self.config.seed
+
+    def problems(self, place: int, count: int, rollbacks: int = 0) -> list[EncodedProblem]:
+        """Training problems from a place in the order of all epochs on; each epoch is a new permutation."""
+        order = problem_order(self.task, self.train_problems, self.training_seed(rollbacks))
+        return [self.train_problems[order.problem(i)] for i in range(place, place + count)]
 
     def check_problems(self) -> None:
         """Refuse a training for which there are no problems.
@@ -93,7 +102,7 @@ class Run:
         Raises:
             ValueError: there are none to train on, or none for the evaluations that the config wants.
         """
-        self.problems_of_step(0)
+        self.problems(0, 1)
         if self.config.evaluation.interval and not self.benchmarks:
             raise ValueError(
                 f"task {self.task.name!r} has no problems to evaluate on. Give evaluation.sets, as [math500], or "
@@ -154,6 +163,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     verifiers = VerifierPool(config.verifier, list(dict.fromkeys(modules)))
     if any(each.problem.tests for problems in (train_problems, *(b.problems for b in benchmarks)) for each in problems):
         check_isolation(config, verifiers, display)
+    in_fp32 = config.algorithm.loss_shadow == "fp32_shadow"
     return Run(
         config=config,
         flow=flow,
@@ -163,6 +173,8 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         benchmarks=benchmarks,
         policy=policy,
         engine=engine,
+        shadow=policy.with_recipe(get_recipe("fp32")) if in_fp32 else policy,
+        reference=Reference(policy, config.calibration, config.rollout.sampling.temperature),
         display=display,
         verifiers=verifiers,
     )
@@ -237,11 +249,27 @@ def describe(policy: Decoder) -> str:
     )
 
 
+def in_bf16(run: Run) -> Run:
+    """The run with rollout and training both in BF16, on the same masters, between plain bounds.
+
+    Its decoder re-quantises itself alone; re-quantise the others when the run is back with them.
+    """
+    policy = run.policy.with_recipe(get_recipe("bf16"))
+    engine = Engine(policy, run.config.rollout.engine, tuple(run.engine.stop_token_ids))
+    shadow = policy if run.shadow is run.policy else run.shadow
+    return replace(run, config=replace(run.config, calibration=None), policy=policy, engine=engine, shadow=shadow)
+
+
 def make_optimizer(run: Run) -> Optimizer:
     """AdamW over all masters of the policy."""
     trainer = run.config.trainer
-    num_updates = trainer.num_steps * trainer.num_mini_batches
+    num_updates = policy_steps(run.config) * trainer.num_mini_batches
     return Optimizer(dict(run.policy.named_parameters()), run.config.optimizer, num_updates)
+
+
+def policy_steps(config: TrainConfig, done: int = 0) -> int:
+    """Steps after the first `done` in which the policy learns: all but the critic's warm-up."""
+    return config.trainer.num_steps - max(done, config.critic.warmup_steps)
 
 
 def load_reference(config: TrainConfig) -> Decoder | None:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from octavo.rollout.engine import Completion
 from octavo.tasks.checks import check_quickly
-from octavo.tasks.problem import Problem, Task
+from octavo.tasks.problem import Task
 from octavo.tasks.rewards import RewardConfig, format_score, python_score
 from octavo.tasks.verdict import Outcome, Verdict
 from octavo.trainer.problems import EncodedProblem
@@ -149,14 +149,18 @@ def scoring_faults(scored: list[list[Scored]]) -> list[str]:
     ]
 
 
-def audited(problem: Problem, scored: Scored) -> dict[str, Any]:
-    """A row for whoever audits the checks."""
-    return {
-        "outcome": scored.verdict.outcome,
-        "detail": scored.verdict.detail,
-        "task": problem.task,
-        "id": problem.id,
-        "answer": problem.answer,
-        "completion": scored.text,
-        "reward": scored.reward,
-    }
+def audited(problems: Sequence[EncodedProblem], scored: list[list[Scored]]) -> list[dict[str, Any]]:
+    """A row of each completion for whoever audits the checks."""
+    return [
+        {
+            "outcome": each.verdict.outcome,
+            "detail": each.verdict.detail,
+            "task": encoded.problem.task,
+            "id": encoded.problem.id,
+            "answer": encoded.problem.answer,
+            "completion": each.text,
+            "reward": each.reward,
+        }
+        for encoded, group in zip(problems, scored, strict=True)
+        for each in group
+    ]

@@ -55,6 +55,9 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, Any], samples: Sequence[dict[str, Any]]) -> None:
         """Send one step."""
 
+    def rewind(self, step: int) -> None:
+        """Steps from this one on will be sent again."""
+
     def close(self) -> None:
         """Send what is left."""
 
@@ -67,7 +70,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # Earlier events from start_step on are hidden: a resumed run overwrites them, and a new one all.
-        self.writer = SummaryWriter(str(folder), purge_step=start_step)
+        self._open = lambda step: SummaryWriter(str(folder), purge_step=step)
+        self.writer = self._open(start_step)
 
     def log(self, step: int, metrics: dict[str, Any], samples: Sequence[dict[str, Any]]) -> None:
         """Write one step and flush it, so that it can be watched."""
@@ -77,6 +81,11 @@ class TensorBoard:
             text = f"{sample['prompt']}{sample['completion']}\n[reward {sample['reward']:g}]"
             self.writer.add_text(f"samples/{place}", "    " + text.replace("\n", "\n    "), step)  # markdown: as it is
         self.writer.flush()
+
+    def rewind(self, step: int) -> None:
+        """Hide the events from this step on."""
+        self.writer.close()
+        self.writer = self._open(step)
 
     def close(self) -> None:
         """Close the file."""
@@ -94,6 +103,9 @@ class WandB:
     def log(self, step: int, metrics: dict[str, Any], samples: Sequence[dict[str, Any]]) -> None:
         """Send the numbers of one step."""
         self.run.log(numbers(metrics), step=step)
+
+    def rewind(self, step: int) -> None:
+        """W&B keeps the first of each step; only later steps are new to it."""
 
     def close(self) -> None:
         """Send what is left."""
@@ -133,6 +145,12 @@ class Trackers:
         for name, tracker in list(self.active.items()):
             with self._guard(name):
                 tracker.log(step, metrics, samples)
+
+    def rewind(self, step: int) -> None:
+        """The run goes on from before this step, which will be sent again."""
+        for name, tracker in list(self.active.items()):
+            with self._guard(name):
+                tracker.rewind(step)
 
     def close(self) -> None:
         """Close every tracker that is on."""

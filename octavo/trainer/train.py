@@ -10,16 +10,19 @@ from typing import Any
 import yaml
 
 from octavo.models.checkpoint import save_decoder
+from octavo.rl.calibration_trigger import first_watch
 from octavo.rl.policy_loss import fixed_bounds
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import to_dict
-from octavo.trainer.divergence import Diverged, StepRecord, save_diagnosis
+from octavo.trainer.critic import load_critic
+from octavo.trainer.divergence import Diagnosed, Diverged, StepRecord, save_diagnosis
 from octavo.trainer.evaluation import evaluate
 from octavo.trainer.interrupt import Interrupted, StopRequested
 from octavo.trainer.loop import train_step
 from octavo.trainer.metrics import Display, StepClock
 from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress, RolloutState
+from octavo.trainer.rescue import respond, roll_back, rolls_back, watch_pending
 from octavo.trainer.resume import ResumePoint, Session, find_resume_point
 from octavo.trainer.run import load_reference, load_run, make_optimizer
 from octavo.trainer.trackers import Trackers
@@ -54,7 +57,8 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
             optimizer=make_optimizer(run),
             reference=load_reference(config),
             folder=folder,
-            progress=Progress(bounds=config.start_bounds()),
+            progress=Progress(bounds=config.start_bounds(), watch=first_watch(config.calibration)),
+            critic=load_critic(run),
         )
         open_folder(session, point, resume, allow_changes)
         start_step = session.progress.next_step - (session.progress.pending is not None)
@@ -78,7 +82,10 @@ def open_folder(session: Session, point: ResumePoint | None, resume: bool, allow
         if resume:
             run.display.line(f"no checkpoint in {folder.path}: starting from the beginning")
         num_parameters = sum(parameter.numel() for parameter in run.policy.parameters())
-        folder.create(run.config, num_parameters, num_parameters * run.policy.dtype.itemsize, replace=resume)
+        model_bytes = num_parameters * run.policy.dtype.itemsize
+        if session.critic is not None:
+            num_parameters += sum(tensor.numel() for tensor in session.critic.parameters().values())
+        folder.create(run.config, num_parameters, model_bytes, replace=resume)
     folder.write("config.yaml", yaml.safe_dump(to_dict(run.config), sort_keys=False))
     folder.write("precision.json", run.flow.to_json())
 
@@ -89,24 +96,37 @@ def run_steps(session: Session, trackers: Trackers) -> None:
     Raises:
         StopRequested: where the session's state is a checkpoint's: between steps, or before an evaluation.
     """
-    run, progress = session.run, session.progress
+    run, watch = session.run, session.run.config.watch
     num_steps, interval = run.config.trainer.num_steps, run.config.evaluation.interval
-    if interval and progress.next_step == 0 and not progress.first_evaluation:
+    if interval and session.progress.next_step == 0 and not session.progress.first_evaluation:
         with diagnosed(session, StepRecord(step=0)):
-            progress.first_evaluation = first = evaluate(run)
+            session.progress.first_evaluation = first = evaluate(run)
         run.display.line(
             f"before training: eval {first['eval/accuracy']:.3f} of {first['eval/num_problems']:.0f} problems"
         )
-    while progress.pending is not None or progress.next_step < num_steps:
+    if rolls_back(watch) and session.progress.next_step == 0:
+        save_or_warn(session)
+    while session.progress.pending is not None or session.progress.next_step < num_steps:
         run.interrupts.check()
-        if progress.pending is None:
-            progress.pending = one_step(session)
-            progress.next_step += 1
-        improved = False
-        if interval and (progress.next_step % interval == 0 or progress.next_step == num_steps):
-            improved = evaluate_pending(session)
-        write_pending(session, trackers)
-        save_if_due(session, improved)
+        progress, improved = session.progress, False
+        try:
+            if progress.pending is None:
+                progress.pending = one_step(session)
+                progress.next_step += 1
+            if interval and (progress.next_step % interval == 0 or progress.next_step == num_steps):
+                improved = evaluate_pending(session)
+        except Diagnosed as error:
+            if not rolls_back(watch):
+                raise
+            step = progress.next_step - (progress.pending is not None)
+            roll_back(session, trackers, step, step, str(error.__cause__))
+            continue
+        alarm = watch_pending(session)
+        if alarm is not None:
+            respond(session, trackers, alarm)
+        if session.progress.pending is not None:  # not rolled back
+            write_pending(session, trackers)
+            save_if_due(session, improved)
 
 
 def one_step(session: Session) -> dict[str, Any]:
@@ -119,16 +139,21 @@ def one_step(session: Session) -> dict[str, Any]:
         StopRequested: the rollout was interrupted; everything is as before the step.
         ValueError: the step diverged; the diagnosis is in the run's folder.
     """
-    run, progress = session.run, session.progress
+    run, progress = session.active_run, session.progress
     record = StepRecord(step=progress.next_step)
     before = RolloutState.take(run.decoders)
     metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
     try:
         with diagnosed(session, record):
-            metrics |= train_step(run, session.optimizer, session.reference, progress, record)
+            metrics |= train_step(run, session.optimizer, session.reference, progress, record, session.critic)
     except StopRequested:
         before.restore(run.decoders)
         raise
+    if progress.rollbacks:
+        metrics["rescue/rollbacks"] = float(progress.rollbacks)
+    if progress.bf16_steps_left:
+        metrics["rescue/bf16"] = 1.0
+        session.count_bf16_step()
     if progress.next_step == 0:
         metrics |= {key.replace("eval/", "eval/initial_"): value for key, value in progress.first_evaluation.items()}
     try:
@@ -154,7 +179,7 @@ def evaluate_pending(session: Session) -> bool:
     progress, clock = session.progress, StepClock()
     assert progress.pending is not None
     with clock.phase("evaluate"), diagnosed(session, StepRecord(step=progress.next_step - 1)):
-        evaluation = evaluate(session.run)
+        evaluation = evaluate(session.active_run)
     metrics = progress.pending["metrics"]
     metrics |= evaluation | clock.metrics
     metrics["time/step_s"] += clock.metrics["time/evaluate_s"]
@@ -184,13 +209,18 @@ def save_if_due(session: Session, improved: bool) -> None:
     interval = config.checkpoint.interval
     best = improved and config.checkpoint.keep_best
     if best or (interval and step % interval == 0) or step == config.trainer.num_steps:
-        try:
-            session.save(best=best)
-        except OSError as error:
-            session.run.display.line(
-                f"warning: the checkpoint of step {step} could not be written ({error.strerror}); earlier ones are as "
-                f"they were, training goes on"
-            )
+        save_or_warn(session, best)
+
+
+def save_or_warn(session: Session, best: bool = False) -> None:
+    """Write a checkpoint; a disk that refuses it does not stop the run."""
+    try:
+        session.save(best=best)
+    except OSError as error:
+        session.run.display.line(
+            f"warning: the checkpoint of step {session.progress.next_step} could not be written ({error.strerror}); "
+            f"earlier ones are as they were, training goes on"
+        )
 
 
 def interrupted(session: Session) -> Interrupted:

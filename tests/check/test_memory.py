@@ -6,6 +6,8 @@ from tiny_models import tiny_config, tiny_decoder
 from octavo.check.memory import estimate_memory, linears
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import decoder_config
+from octavo.models.critic import Critic
+from octavo.numerics.recipe import get_recipe
 from octavo.rollout.kv_cache import KVCache
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
@@ -69,6 +71,35 @@ def test_a_rollout_of_its_own_adds_its_bytes_and_sets_the_cache():
     assert estimate.parts["the rollout's own bytes"] == size([*stored, *operands, twin._head[1].values])
     same = from_dict(TrainConfig, {**BASE, "precision": {"recipe": "block128"}}, "test")
     assert estimate.parts["KV cache"] == estimate_memory(same, decoder_config(config), False).parts["KV cache"]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "block128"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_adds_its_masters_moments_and_bytes(recipe, tied):
+    config = tiny_config("qwen2", tie_word_embeddings=tied)
+    ppo = {**BASE, "algorithm": {"advantage": {"type": "gae"}}, "critic": {"recipe": recipe}}
+    run, shape = from_dict(TrainConfig, ppo, "test"), decoder_config(config)
+    plain = estimate_memory(run, shape, two_forwards=False)
+    estimate = estimate_memory(run, shape, two_forwards=False, critic_shape=shape)
+    critic = Critic(tiny_decoder(config, get_recipe(recipe)))
+    parameters = list(critic.parameters())
+    assert estimate.num_critic_parameters == sum(p.numel() for p in parameters)
+    stored = [b for name, b in critic.named_buffers() if not name.endswith(("cos", "sin", "scale", "bias_hp"))]
+    layers = quantized_layers(critic)
+    prepared = [layer.weight_operand().values for layer in layers]
+    prepared += [layer.backward_weight() for layer in layers if layer.quantized]
+    assert estimate.parts["critic"] == 4 * size(parameters) + size([*stored, *prepared])
+    assert estimate.total_bytes - plain.total_bytes == estimate.parts["critic"]
+
+
+def test_bf16_steps_as_a_rescue_add_their_weights_and_cache():
+    shape = decoder_config(tiny_config("llama"))
+    plain = estimate_memory(from_dict(TrainConfig, BASE, "test"), shape, two_forwards=False)
+    rescued = {**BASE, "watch": {"action": "bf16_forward"}}
+    estimate = estimate_memory(from_dict(TrainConfig, rescued, "test"), shape, two_forwards=False)
+    bf16 = estimate_memory(from_dict(TrainConfig, {**BASE, "precision": {"recipe": "bf16"}}, "test"), shape, False)
+    wanted = sum(bf16.parts[name] for name in ("bf16 bytes", "operands", "KV cache"))
+    assert estimate.total_bytes - plain.total_bytes == estimate.parts["rescue in BF16"] == wanted
 
 
 @pytest.mark.parametrize("recipe", ["block128", "w8a16", "rowwise", "bf16"])

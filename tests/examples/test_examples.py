@@ -16,10 +16,12 @@ EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yam
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_makes_a_step(path, tmp_path):
-    mini_batches = load_config(TrainConfig, path).trainer.num_mini_batches
+    config = load_config(TrainConfig, path)
+    mini_batches = config.trainer.num_mini_batches
     overrides = [
         f"output_dir={tmp_path / 'run'}",
         f"model.path={TINY_MODEL}",
+        "model.enable_thinking=null",
         "device=cpu",
         "task={type: arithmetic, num_train: 32, num_test: 8}",
         f"rollout.prompts_per_step={mini_batches}",
@@ -27,6 +29,9 @@ def test_an_example_makes_a_step(path, tmp_path):
         "rollout.max_prompt_tokens=16",
         "rollout.max_completion_tokens=16",
         "rollout.engine={page_size: 4, kv_cache_tokens: 1024}",
+        f"algorithm.overlong.buffer_tokens={min(8, config.algorithm.overlong.buffer_tokens)}",
+        "critic.warmup_steps=0",
+        "evaluation.sets=[]",
         "trainer.num_steps=1",
     ]
     train(load_config(TrainConfig, path, overrides), Display(Console(quiet=True)))

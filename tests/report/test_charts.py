@@ -53,6 +53,16 @@ def test_one_run_has_a_colour_a_measure_and_only_those_it_has(tmp_path, drawn):
     assert [line.get_color() for line in drawn[0].lines] == list(COLOURS[:2])
 
 
+def test_rescues_are_marked_and_said(tmp_path, drawn):
+    rows = steps_of("reward/mean", [0.5] * 9)
+    rows[2]["rescue/action"], rows[3]["rescue/action"] = "warn", "bf16_forward"
+    for row in rows[6:]:
+        row["rescue/rollbacks"] = 1.0
+    chart = draw_lines(line_charts.REWARD, [run_of(tmp_path / "a", rows)])
+    upright = [line.get_xdata()[0] for line in drawn[0].lines if list(line.get_ydata()) == [0, 1]]
+    assert upright == [3.5, 5.5] and chart.notes == ["rescued before step 4, 6 (upright lines)."]
+
+
 def test_the_caption_says_when_lines_are_smoothed(tmp_path):
     long, short = (read_run(write_run(tmp_path / str(n), num_steps=n), "a") for n in (20, 19))
     assert draw_lines(line_charts.REWARD, [long]).caption.endswith("faint: every step.")

@@ -224,5 +224,6 @@ def test_an_installed_package_has_the_template(tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        packed = archive.read("octavo/report/template.html")
-    assert packed == (Path(page.__file__).parent / "template.html").read_bytes()
+        packed = {name: archive.read(name) for name in archive.namelist() if name.endswith(".html")}
+    templates = {path.relative_to(REPO).as_posix(): path.read_bytes() for path in REPO.glob("octavo/**/*.html")}
+    assert packed == templates and "octavo/report/template.html" in packed

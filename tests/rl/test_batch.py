@@ -112,11 +112,11 @@ def test_microbatches_are_filled_to_the_limit():
     assert [len(microbatch.tokens) for microbatch in batch.microbatches] == [20, 20, 20, 10]
 
 
-@pytest.mark.parametrize("num_prompts, num_mini_batches", [(3, 2), (2, 4), (5, 3)])
-def test_groups_that_do_not_split_evenly_are_refused(num_prompts, num_mini_batches):
+@pytest.mark.parametrize("num_prompts, num_mini_batches, sizes", [(3, 2, [1, 2]), (2, 4, [1, 1]), (5, 3, [1, 2, 2])])
+def test_groups_that_do_not_split_evenly_make_mini_batches_of_nearly_one_size(num_prompts, num_mini_batches, sizes):
     groups, advantages = random_groups(0, num_prompts, 2)
-    with pytest.raises(ValueError, match=f"{num_prompts} prompts do not split into {num_mini_batches} mini-batches"):
-        pack(groups, advantages, num_mini_batches=num_mini_batches, microbatch_tokens=100)
+    batches = pack(groups, advantages, num_mini_batches=num_mini_batches, microbatch_tokens=1000)
+    assert [batch.num_sequences for batch in batches] == [2 * size for size in sizes]
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2), (4, 3)])

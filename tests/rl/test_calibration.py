@@ -11,8 +11,6 @@ import torch
 
 from octavo.rl.calibration import (
     Calibration,
-    CalibrationConfig,
-    CalibrationStatistics,
     calibrate,
     due,
     measure,
@@ -20,15 +18,17 @@ from octavo.rl.calibration import (
     statistics_from_metrics,
     to_metrics,
 )
+from octavo.rl.calibration_config import EventTrigger, GridCalibration
+from octavo.rl.calibration_grid import GridStatistics
 from octavo.rl.losses import ClipBounds, ClipConfig
 
 CLIP = ClipConfig(clip_low=0.25, clip_high=0.25)
 RANGES = {"low_min": 0.5, "low_max": 0.75, "high_min": 1.25, "high_max": 2.0, "grid_step": 0.25}
 MOVES = {"start_low": 0.5, "start_high": 1.5, "max_move_low": 0.0625, "max_move_high": 0.125}
-SMALL = CalibrationConfig(**RANGES, **MOVES, min_tokens=1, min_clipped=1)
+SMALL = GridCalibration(**RANGES, **MOVES, min_tokens=1, min_clipped=1)
 """Candidates 0.5, 0.75 and 1.25, 1.5, 1.75, 2.0: exact in binary, and few enough to work out by hand."""
 
-EXAMPLE = CalibrationStatistics(
+EXAMPLE = GridStatistics(
     num_positive=40,
     num_negative=50,
     shadow_clipped_low=6,
@@ -74,7 +74,7 @@ def slow_measure(tokens, clip, config):
                     negatives[i] += w * r_fp8 * abs(advantage)
     names = ("clipped_low_counts", "negative_contributions", "positive_contributions")
     grids = dict(zip(names, map(tuple, (clipped, negatives, positives)), strict=True))
-    return CalibrationStatistics(**counts, **sums, **grids)
+    return GridStatistics(**counts, **sums, **grids)
 
 
 def slow_calibrate(bounds, s, config):
@@ -122,7 +122,7 @@ def random_tokens(seed, num_tokens):
     return ratio, shadow_ratio, weights, advantages, mask
 
 
-@pytest.mark.parametrize("config", [CalibrationConfig(), SMALL], ids=["default", "small"])
+@pytest.mark.parametrize("config", [GridCalibration(), SMALL], ids=["default", "small"])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_tokens_equal_the_definition(seed, config):
     tensors = random_tokens(seed, num_tokens=4000)
@@ -145,13 +145,13 @@ def test_random_tokens_equal_the_definition(seed, config):
 def test_random_statistics_equal_the_definition():
     # Statistics that no tokens would give, with many ties: targets all over the grids.
     generator = torch.Generator().manual_seed(0)
-    config, targets = dataclasses.replace(CalibrationConfig(), min_tokens=1, min_clipped=0), set()
+    config, targets = dataclasses.replace(GridCalibration(), min_tokens=1, min_clipped=0), set()
 
     def numbers(count, smallest, largest):
         return tuple(torch.randint(smallest, largest, (count,), generator=generator).tolist())
 
     for _ in range(300):
-        statistics = CalibrationStatistics(
+        statistics = GridStatistics(
             num_positive=64,
             num_negative=64,
             shadow_clipped_low=numbers(1, 0, 8)[0],
@@ -183,7 +183,7 @@ def test_measure_by_hand():
     ]
     ratio, shadow_ratio, weights, advantages = torch.tensor([*rows, (math.nan,) * 4]).T.contiguous()
     mask = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0])
-    assert measure(ratio, shadow_ratio, weights, advantages, mask, CLIP, SMALL) == CalibrationStatistics(
+    assert measure(ratio, shadow_ratio, weights, advantages, mask, CLIP, SMALL) == GridStatistics(
         num_positive=3,
         num_negative=3,
         shadow_clipped_low=2,
@@ -205,9 +205,9 @@ def test_statistics_of_parts_add_up_to_those_of_the_whole():
 def test_statistics_of_two_grids_do_not_add_up():
     tensors = random_tokens(seed=7, num_tokens=10)
     with pytest.raises(ValueError, match="clipped_low_counts .* one grid; got 2 and 21 values"):
-        measure(*tensors, CLIP, SMALL) + measure(*tensors, CLIP, CalibrationConfig())
+        measure(*tensors, CLIP, SMALL) + measure(*tensors, CLIP, GridCalibration())
     with pytest.raises(ValueError, match="grids of config, 21 low and 41 high"):
-        calibrate(CalibrationConfig().start_bounds(), EXAMPLE, CalibrationConfig())
+        calibrate(GridCalibration().start_bounds(), EXAMPLE, GridCalibration())
 
 
 def test_statistics_are_plain_numbers():
@@ -270,7 +270,7 @@ def test_equally_near_ties_go_to_the_tighter_bound():
     tied = change(clipped_low_counts=(6, 6), negative_contributions=(6.0, 6.0), positive_contributions=(9.0,) * 4)
     assert calibrate(ClipBounds(low=0.625, high=1.625), tied, SMALL).target == (0.75, 1.5)
     # On the default grid 0.7 - 0.68 is smaller than 0.72 - 0.7 by a rounding; the distances are the same all the same.
-    config = CalibrationConfig(min_tokens=1, min_clipped=1)
+    config = GridCalibration(min_tokens=1, min_clipped=1)
     lows, highs = config.low_grid(), config.high_grid()
     assert 0.7 - 0.68 < 0.72 - 0.7
     tied = change(
@@ -331,7 +331,7 @@ def test_an_infinite_ratio_counts_only_where_it_is_kept():
 
 @pytest.mark.parametrize("num_tokens", [4000, 10])  # the second is skipped
 def test_metrics_survive_json_and_give_the_same_bounds_exactly(num_tokens):
-    config = CalibrationConfig()
+    config = GridCalibration()
     tensors = [x.float() if x.is_floating_point() else x for x in random_tokens(seed=11, num_tokens=num_tokens)]
     tensors[0] *= 1.01  # off the lattice: sums with all their digits
     statistics = measure(*tensors, ClipConfig(), config)
@@ -339,7 +339,7 @@ def test_metrics_survive_json_and_give_the_same_bounds_exactly(num_tokens):
     calibration = calibrate(before, statistics, config)
     record = json.loads(json.dumps(to_metrics(before, statistics, calibration) | {"loss/mean": 1.0}))
 
-    restored_before, restored = statistics_from_metrics(record)
+    restored_before, restored = statistics_from_metrics(record, config)
     assert (restored_before, restored) == (before, statistics)
     assert calibrate(restored_before, restored, config) == calibration
     assert (calibration.skipped == "") == (num_tokens == 4000) == (calibration.bounds != before)
@@ -350,22 +350,22 @@ def test_metrics_survive_json_and_give_the_same_bounds_exactly(num_tokens):
 
 def test_metrics_of_another_step_are_refused():
     with pytest.raises(ValueError, match=r"calibration/\{low_before, .*positive_contributions\}; got \['loss/mean'\]"):
-        statistics_from_metrics({"loss/mean": 1.0})
+        statistics_from_metrics({"loss/mean": 1.0}, SMALL)
 
 
 def test_default_grids():
-    config = CalibrationConfig()
+    config = GridCalibration()
     assert config.low_grid() == tuple(k / 100 for k in range(50, 91, 2))
     assert config.high_grid() == tuple(k / 100 for k in range(120, 201, 2))
     assert config.start_bounds() == ClipBounds(low=0.6, high=1.8)
 
 
 def test_schedule():
-    config = CalibrationConfig(interval=5, pooled_steps=2)
+    config = GridCalibration(interval=5, pooled_steps=2)
     assert [step for step in range(15) if due(step, config)] == [4, 9, 14]
     assert [step for step in range(15) if measured(step, config)] == [3, 4, 8, 9, 13, 14]
-    assert [step for step in range(45) if measured(step, CalibrationConfig())] == [19, 39]
-    assert all(measured(step, CalibrationConfig(interval=3, pooled_steps=3)) for step in range(9))
+    assert [step for step in range(45) if measured(step, GridCalibration())] == [19, 39]
+    assert all(measured(step, GridCalibration(interval=3, pooled_steps=3)) for step in range(9))
 
 
 @pytest.mark.parametrize(
@@ -388,8 +388,9 @@ def test_schedule():
         ({"min_clipped": -1}, "min_clipped"),
         ({"pooled_steps": 0}, "pooled_steps"),
         ({"pooled_steps": 21}, r"pooled_steps lies in \[1, interval\] = \[1, 20\]; got 21"),
+        ({"trigger": EventTrigger(min_interval=21)}, r"min_interval is at most interval=20, .* got 21"),
     ],
 )
 def test_calibration_config_is_checked(fields, message):
     with pytest.raises(ValueError, match=message):
-        CalibrationConfig(**fields)
+        GridCalibration(**fields)

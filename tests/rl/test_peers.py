@@ -21,6 +21,7 @@ from peer_functions import (
 
 from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig, estimate_advantages
 from octavo.rl.batch import Microbatch
+from octavo.rl.calibration_losses import plain_bounds
 from octavo.rl.corrections import IcePop, SequenceMask, SequenceTIS, correction_weights
 from octavo.rl.loss_clipped import PPOClip
 from octavo.rl.loss_likelihood import CISPO, DPPOKL, DPPOTV
@@ -83,7 +84,7 @@ def ours(config, logprobs, old, advantages, mask):
         old_logprobs=old.flatten(),
     )
     leaf = logprobs.detach().clone().requires_grad_()
-    bounds = fixed_bounds(config, ClipConfig().bounds())
+    bounds = fixed_bounds(config, plain_bounds(config, ClipConfig()))
     losses = policy_losses(config, leaf.flatten(), batch, bounds, torch.ones(mask.numel()))
     counts = {"num_loss_tokens": int(mask.sum()), "num_sequences": len(mask), "max_completion_tokens": 1}
     loss = reduce_loss(losses, batch.loss_mask, index, "token_mean", **counts)

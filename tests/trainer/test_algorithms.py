@@ -9,9 +9,12 @@ from packed_losses import LOSSES, loss_id
 from training_runs import read_lines, tiny_config
 
 from octavo.rl.advantages import subtract_kl
+from octavo.rl.loss_clipped import PPOClip
+from octavo.rl.loss_sequence import GSPO
 from octavo.trainer import loop
 from octavo.trainer.config_file import to_dict
 from octavo.trainer.metrics import Display
+from octavo.trainer.rollout import Groups, batches, judge, rollout_metrics, sample
 from octavo.trainer.run import load_reference, load_run
 from octavo.trainer.train import train
 
@@ -71,13 +74,18 @@ def test_corrections_weigh_what_another_numerics_sampled(correction, tmp_path):
     assert (line["correction/dropped_share"] > 0.0) == (correction["type"] != "sequence_tis")
 
 
-def test_calibration_is_for_ppo_clip_alone(tmp_path):
-    assert tiny_config(tmp_path).algorithm.calibration_refusal() == ""
-    for config in LOSSES[1:]:
+def test_calibration_is_for_losses_with_fixed_bounds(tmp_path):
+    served = 0
+    for config in LOSSES:
         loss = to_dict(config)
         assert tiny_config(tmp_path, calibration=None, algorithm__loss=loss).calibration is None
-        with pytest.raises(ValueError, match=r"algorithm\.loss\.(type|dual_clip)=.*Use calibration: null"):
-            tiny_config(tmp_path, algorithm__loss=loss)
+        if isinstance(config, GSPO) or config == PPOClip():
+            assert tiny_config(tmp_path, algorithm__loss=loss).calibration is not None
+            served += 1
+        else:
+            with pytest.raises(ValueError, match=r"algorithm\.loss\.(type|dual_clip)=.*calibration: null"):
+                tiny_config(tmp_path, algorithm__loss=loss)
+    assert served == 3
 
 
 def test_bounds_are_chosen_for_the_mini_batch_however_it_is_split(tmp_path):
@@ -90,9 +98,9 @@ def test_bounds_are_chosen_for_the_mini_batch_however_it_is_split(tmp_path):
             algorithm__loss={"type": "m2po", "budget": 0.002},
         )
         run = load_run(config, Display())
-        completions = loop.sample(run, run.problems_of_step(0), 0)
+        completions = sample(run, run.problems(0, 4), 0)
         advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4).T
-        first, _ = [loop.annotate(run, None, batch) for batch in loop.batches(config, completions, advantages)]
+        first, _ = [loop.annotate(run, None, batch) for batch in batches(config, completions, advantages)]
         assert (len(first.microbatches) > 1) == (microbatch_tokens == 60)
         with torch.no_grad():
             for parameter in run.policy.parameters():
@@ -116,8 +124,8 @@ def test_kl_in_the_reward_changes_advantages_and_no_loss(tmp_path):
         for parameter in run.policy.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
     run.policy.requantize_()
-    completions = loop.sample(run, run.problems_of_step(0), 0)
-    (batch, _) = loop.batches(config, completions, torch.linspace(-1.0, 1.0, 16).view(4, 4))
+    completions = sample(run, run.problems(0, 4), 0)
+    (batch, _) = batches(config, completions, torch.linspace(-1.0, 1.0, 16).view(4, 4))
     annotated = loop.annotate(run, reference, batch)
     for before, after in zip(batch.microbatches, annotated.microbatches, strict=True):
         old, ref = after.old_logprobs, after.ref_logprobs
@@ -135,18 +143,19 @@ def test_long_completions_are_penalised_and_truncated_ones_leave_the_loss(tmp_pa
     overlong = {"buffer_tokens": 8, "penalty": 0.5, "filter_truncated": True}
     config = tiny_config(tmp_path / "run", calibration=None, algorithm__overlong=overlong)
     run = load_run(config, Display())
-    completions = loop.sample(run, run.problems_of_step(0), 0)
+    completions = sample(run, run.problems(0, 4), 0)
     lengths = torch.tensor([[len(c.tokens) for c in group] for group in completions])
     completions[0] = [replace(c, finish_reason="length") for c in completions[0]]
     rewards = torch.ones(4, 4)
-    advantages, metrics = loop.judge(config, completions, rewards)
+    groups = Groups(problems=[], completions=completions, scored=[], rewards=rewards)
+    advantages, metrics = judge(config, groups), rollout_metrics(config, groups)
     penalty = 0.5 * ((lengths - 8) / 8).clamp(0, 1)  # the limit is 16
     shaped = rewards - penalty
     wanted = (shaped - shaped.mean(dim=1, keepdim=True)) / (shaped.std(dim=1, keepdim=True) + 1e-6)
     torch.testing.assert_close(advantages, wanted, rtol=1e-4, atol=1e-4)
     assert metrics["reward/overlong_penalty_mean"] == pytest.approx(penalty.mean().item()) and penalty.any()
     truncated = sum(c.finish_reason == "length" for group in completions for c in group)
-    mini_batches = loop.batches(config, completions, advantages)
+    mini_batches = batches(config, completions, advantages)
     assert truncated >= 4 and sum(batch.num_sequences for batch in mini_batches) == 16 - truncated
 
 

@@ -21,6 +21,7 @@ from octavo.trainer.divergence import StepRecord
 from octavo.trainer.evaluation import evaluate, make_jobs, sample_jobs
 from octavo.trainer.metrics import Display
 from octavo.trainer.progress import Progress
+from octavo.trainer.rollout import pack, sample
 from octavo.trainer.run import load_reference, load_run, make_optimizer
 from octavo.trainer.train import train
 
@@ -60,7 +61,7 @@ def test_every_bound_can_be_recomputed_from_the_metrics(finished):
     for line in lines:
         assert (line["clip/low"], line["clip/high"]) == (bounds.low, bounds.high)
         if "calibration/low" in line:
-            before, statistics = statistics_from_metrics(line)
+            before, statistics = statistics_from_metrics(line, config.calibration)
             assert before == bounds
             result = calibrate(before, statistics, config.calibration)
             assert (line["calibration/low"], line["calibration/high"]) == (result.bounds.low, result.bounds.high)
@@ -141,10 +142,10 @@ def test_one_flipped_kv_byte_stops_the_run_or_shows_in_the_metrics(tmp_path, mon
 def test_loss_and_its_gradient_match_the_formula(tmp_path):
     run = load_run(tiny_config(tmp_path / "run", algorithm__kl__coefficient=0.25), Display())
     reference = load_reference(run.config)
-    problems = run.problems_of_step(0)
-    completions = loop.sample(run, problems, 0)
+    problems = run.problems(0, 4)
+    completions = sample(run, problems, 0)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
-    (batch,) = loop.pack(completions, advantages, num_mini_batches=1, microbatch_tokens=120)
+    (batch,) = pack(completions, advantages, num_mini_batches=1, microbatch_tokens=120)
     assert len(batch.microbatches) > 1
     batch = loop.annotate(run, reference, batch)
     with torch.no_grad():  # move the policy so that ratios, clipping and KL are not trivial
@@ -173,11 +174,11 @@ def test_loss_and_its_gradient_match_the_formula(tmp_path):
 
 def test_problems_of_a_step_cover_an_epoch_once_and_depend_on_the_seed(tmp_path):
     run = load_run(tiny_config(tmp_path / "run"), Display())
-    epoch = [problem.problem.id for step in range(16) for problem in run.problems_of_step(step)]
+    epoch = [problem.problem.id for step in range(16) for problem in run.problems(4 * step, 4)]
     assert len(epoch) == 64 and len(set(epoch)) == 64
-    assert [p.problem.id for p in run.problems_of_step(16)] != epoch[:4]
+    assert [p.problem.id for p in run.problems(64, 4)] != epoch[:4]
     other = replace(run, config=replace(run.config, seed=1))
-    assert [p.problem.id for step in range(16) for p in other.problems_of_step(step)] != epoch
+    assert [p.problem.id for step in range(16) for p in other.problems(4 * step, 4)] != epoch
 
 
 def test_evaluation_counts_what_it_sampled(tmp_path):

@@ -11,12 +11,14 @@ from octavo.rl.mismatch import tis_weights
 from octavo.rollout.engine import Engine
 from octavo.rollout.kv_cache import KVCache
 from octavo.trainer import loop
-from octavo.trainer.config import PrecisionConfig, SidePrecision, TrainConfig
+from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
 from octavo.trainer.divergence import StepRecord
 from octavo.trainer.metrics import Display
 from octavo.trainer.precision import check_live, declared_flow
+from octavo.trainer.precision_config import PrecisionConfig, SidePrecision
 from octavo.trainer.progress import Progress
+from octavo.trainer.rollout import pack, sample
 from octavo.trainer.run import load_reference, load_run, make_optimizer
 from octavo.trainer.train import train
 
@@ -95,8 +97,8 @@ def test_an_allowed_mismatch_is_printed_measured_and_corrected(tmp_path, capsys)
 
 def test_importance_weights_of_an_allowed_mismatch_are_not_all_one(tmp_path):
     run = load_run(split_config(tmp_path, allow_mismatch=True, **SPLIT), Display())
-    completions = loop.sample(run, run.problems_of_step(0), 0)
-    (batch,) = loop.pack(completions, torch.ones(4, 4), num_mini_batches=1, microbatch_tokens=10_000)
+    completions = sample(run, run.problems(0, 4), 0)
+    (batch,) = pack(completions, torch.ones(4, 4), num_mini_batches=1, microbatch_tokens=10_000)
     batch = loop.annotate(run, None, batch)
     mask, old, rollout = (batch.gather(name) for name in ("loss_mask", "old_logprobs", "rollout_logprobs"))
     assert (tis_weights(old, rollout)[mask] != 1.0).float().mean() > 0.9

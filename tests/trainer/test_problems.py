@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from training_runs import same_run, signal_at, tiny_config
 
-from octavo.trainer import loop
+from octavo.trainer import rollout
 from octavo.trainer.evaluation import evaluate
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
@@ -75,7 +75,7 @@ def mixture(tmp_path, weights=(3.0, 1.0)):
 
 def test_a_mixture_draws_by_weight_and_is_measured_by_part(tmp_path):
     run, said = loaded(tiny_config(tmp_path / "run", task=mixture(tmp_path), evaluation={"num_problems": 4}))
-    drawn = [encoded.problem.task for step in range(20) for encoded in run.problems_of_step(step)]
+    drawn = [encoded.problem.task for encoded in run.problems(0, 80)]
     assert len(drawn) == 80 and 55 <= Counter(drawn)["arithmetic"] <= 65
     assert run.task.check(run.train_problems[0].problem, run.train_problems[0].problem.answer).outcome == "correct"
     assert [each.name for each in run.benchmarks] == [
@@ -103,7 +103,7 @@ def test_a_resumed_mixture_goes_on_at_the_same_problem(tmp_path, monkeypatch):
     }
     train(tiny_config(tmp_path / "whole", **changes), quiet)
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        signal_at(patch, loop, "sample", 2, 2)
+        signal_at(patch, rollout, "sample", 2, 2)
         train(tiny_config(tmp_path / "parts", **changes), quiet)
     train(tiny_config(tmp_path / "parts", **changes), quiet, resume=True)
     same_run(tmp_path / "parts", tmp_path / "whole")

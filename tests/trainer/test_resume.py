@@ -13,13 +13,14 @@ from rich.console import Console
 from training_runs import in_a_child, read_lines, same_run, signal_at, tiny_config, train_quietly
 
 from octavo.rollout.engine import Engine
-from octavo.trainer import checkpoint, loop, train
+from octavo.trainer import checkpoint, loop, rollout, train
 from octavo.trainer.checkpoint import list_checkpoints, newest_checkpoint
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
 from octavo.trainer.resume import find_resume_point
+from octavo.trainer.run import TRAINING
 
 
 def resumable(folder, **changes):
@@ -47,7 +48,7 @@ def whole(tmp_path_factory):
     "owner, name, call, number, saved",
     [
         (Engine, "_step", 3, signal.SIGINT, "step_000000"),  # in the evaluation before step 0
-        (loop, "sample", 2, signal.SIGINT, "step_000001"),  # in a rollout: before the step
+        (rollout, "sample", 2, signal.SIGINT, "step_000001"),  # in a rollout: before the step
         (loop, "annotate", 4, signal.SIGTERM, "step_000001"),  # in the old logprobs
         (Optimizer, "step", 3, signal.SIGTERM, "step_000002-before-evaluation"),  # updates end first
         (train, "evaluate", 2, signal.SIGINT, "step_000002-before-evaluation"),
@@ -263,7 +264,7 @@ def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
     broken, where, tensor, whole, tmp_path, monkeypatch
 ):
     config = resumable(tmp_path / "run", evaluation__interval=2 if broken == "evaluation" else 0)
-    steps, annotate, sample, step = [0], loop.annotate, loop.sample, Optimizer.step
+    steps, annotate, sample, step = [0], loop.annotate, rollout.sample, Optimizer.step
     evaluate_pending = train.evaluate_pending
 
     def break_batch(run, reference, mini_batch):
@@ -281,11 +282,11 @@ def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
         session.run.policy.requantize_()
         return evaluate_pending(session)
 
-    def break_rollout(run, problems, step):
-        if broken == "rollout" and step == 1:
+    def break_rollout(run, problems, seed, first_index, on_completion):
+        if broken == "rollout" and seed == run.seed(TRAINING, 1):
             run.policy.layers[0].o_proj.weight.data[0, 0] = torch.nan
             run.policy.requantize_()
-        return sample(run, problems, step)
+        return sample(run, problems, seed, first_index, on_completion)
 
     def break_update(self):
         if broken == "gradient" and self.update == 2:
@@ -296,7 +297,7 @@ def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
         return step(self)
 
     monkeypatch.setattr(loop, "annotate", break_batch)
-    monkeypatch.setattr(loop, "sample", break_rollout)
+    monkeypatch.setattr(rollout, "sample", break_rollout)
     if broken == "evaluation":
         monkeypatch.setattr(train, "evaluate_pending", break_evaluation)
     monkeypatch.setattr(Optimizer, "step", break_update)
@@ -364,7 +365,7 @@ def test_the_learning_rate_ends_at_0_also_when_a_resume_changes_the_number_of_up
     changes = {"optimizer__lr_schedule": "linear", "evaluation__interval": 0, "trainer__num_steps": 5}
     config = resumable(tmp_path / "run", trainer__num_mini_batches=4, **changes)
     with monkeypatch.context() as patch:
-        signal_at(patch, loop, "sample", 4, signal.SIGTERM)
+        signal_at(patch, rollout, "sample", 4, signal.SIGTERM)
         with pytest.raises(Interrupted):
             run(config)
     fewer = resumable(tmp_path / "run", trainer__num_mini_batches=2, **changes)  # 12 updates done, 4 to come
@@ -379,7 +380,7 @@ def test_a_resume_that_is_stopped_at_once_keeps_the_checkpoint_that_it_came_from
         shutil.rmtree(path)
     (good,) = list_checkpoints(tmp_path / "run")[:1]
     inode = good.stat().st_ino
-    signal_at(monkeypatch, loop, "sample", 1, signal.SIGTERM)
+    signal_at(monkeypatch, rollout, "sample", 1, signal.SIGTERM)
     with pytest.raises(Interrupted, match=f"saved in .*{good.name}"):
         run(resumable(tmp_path / "run"), resume=True)
     assert good.stat().st_ino == inode, "a kill between removing the old and naming the new would have left none"

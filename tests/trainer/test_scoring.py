@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassificat
 
 from octavo.rollout.engine import Completion
 from octavo.tasks.sandbox import refusal
-from octavo.trainer import loop
+from octavo.trainer import loop, rollout
 from octavo.trainer.divergence import StepRecord
 from octavo.trainer.metrics import Display
 from octavo.trainer.progress import Progress
@@ -45,15 +45,15 @@ def loaded(tmp_path):
         run.verifiers.close()
 
 
-def completions_of(run, problems, on_completion=None):
-    return loop.sample(run, problems, 0, on_completion)
+def completions_of(run, problems, on_completion):
+    return rollout.sample(run, problems, seed=1, on_completion=on_completion)
 
 
 def test_rewards_are_the_same_with_and_without_overlap(loaded, tmp_path):
     run = loaded(
         reward={"python": {"function": f"{tmp_path}/rewards.py:score", "weight": 0.5}, "format": {"pattern": "=.*"}}
     )
-    problems, reward, size = run.problems_of_step(0), run.config.reward, run.config.rollout.group_size
+    problems, reward, size = run.problems(0, 4), run.config.reward, run.config.rollout.group_size
     during, after = (Scoring(run, run.task, problems, size, reward) for _ in range(2))
     completions = completions_of(run, problems, during.add)
     for p, g in reversed(list(itertools.product(range(4), range(4)))):
@@ -116,7 +116,7 @@ def reward_model(folder, num_labels=1):
 def test_a_reward_model_scores_each_completion_as_it_would_alone(loaded, tmp_path):
     model, tokenizer = reward_model(tmp_path / "judge")
     run = loaded(reward={"check_weight": 0.0, "model": {"path": str(tmp_path / "judge"), "batch_size": 5}})
-    problems = run.problems_of_step(0)
+    problems = run.problems(0, 4)
     scoring = Scoring(run, run.task, problems, 4, run.config.reward)
     completions_of(run, problems, scoring.add)
     scored = scoring.gather()

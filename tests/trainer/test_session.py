@@ -8,12 +8,12 @@ import pytest
 import torch
 from training_runs import read_lines, signal_at, tiny_config, train_quietly
 
-from octavo.trainer import loop
+from octavo.trainer import loop, rollout
 from octavo.trainer.interrupt import Interrupted
 
 
 def test_a_reward_that_draws_random_numbers_resumes_to_the_bit(tmp_path, monkeypatch):
-    score = loop.score
+    score = rollout.score
 
     def noisy(scored):
         return score(scored) + random.random() + np.random.rand() + torch.rand(())
@@ -26,7 +26,7 @@ def test_a_reward_that_draws_random_numbers_resumes_to_the_bit(tmp_path, monkeyp
     def rewards(folder):
         return [line["reward/mean"] for line in read_lines(folder / "metrics.jsonl")]
 
-    monkeypatch.setattr(loop, "score", noisy)
+    monkeypatch.setattr(rollout, "score", noisy)
     config, log = tiny_config(tmp_path / "run", evaluation__interval=0, trainer__num_steps=3), tmp_path / "log"
     reseed(1)
     with monkeypatch.context() as patch, pytest.raises(Interrupted):

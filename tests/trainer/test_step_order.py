@@ -10,12 +10,14 @@ from octavo.models.checkpoint import load_decoder
 from octavo.numerics.recipe import get_recipe
 from octavo.rl.losses import KLConfig
 from octavo.trainer import loop
+from octavo.trainer import shadow as shadow_of
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
 from octavo.trainer.divergence import StepRecord
 from octavo.trainer.metrics import Display
 from octavo.trainer.policy import packed_logprobs
 from octavo.trainer.progress import Progress
+from octavo.trainer.rollout import pack, sample
 from octavo.trainer.run import Run, load_reference, load_run, make_optimizer
 
 TINY_MODEL = Path(__file__).resolve().parents[2] / "examples/tiny/model"
@@ -54,7 +56,8 @@ def spied_step(tmp_path, monkeypatch):
         calls.append((shadow, optimizer.update, temperature, microbatch, logprobs.detach()))
         return logprobs, entropy
 
-    monkeypatch.setattr(loop, "packed_logprobs", spy)
+    for user in (loop, shadow_of):
+        monkeypatch.setattr(user, "packed_logprobs", spy)
     progress = Progress(bounds=run.config.start_bounds())
     metrics = loop.train_step(run, optimizer, None, progress, StepRecord(step=0))
     return run, optimizer, calls, metrics, progress.pool
@@ -112,10 +115,11 @@ def test_pool_is_emptied_by_a_calibration(tmp_path):
 
 def test_importance_weights_scale_loss_and_statistics(tmp_path):
     run = make_run(tmp_path)
-    problems = run.problems_of_step(0)
+    problems = run.problems(0, 4)
     advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4)
-    (batch,) = loop.pack(loop.sample(run, problems, 0), advantages, num_mini_batches=1, microbatch_tokens=8192)
-    batch = loop.annotate_shadow(run, loop.annotate(run, None, batch))
+    (batch,) = pack(sample(run, problems, 0), advantages, num_mini_batches=1, microbatch_tokens=8192)
+    progress = Progress(bounds=run.config.start_bounds())
+    batch = shadow_of.annotate_shadow(run, progress, loop.annotate(run, None, batch), 0)
     (microbatch,) = batch.microbatches
     with torch.no_grad():  # ratios that are not all 1
         for parameter in run.policy.parameters():
@@ -127,7 +131,7 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
         weighted = replace(batch, microbatches=[shifted])
         progress = Progress(bounds=run.config.start_bounds())
         logprobs, metrics = loop.accumulate(run, weighted, progress.bounds, lambda count: None)
-        loop.measure_shadow(run, weighted, logprobs, progress, 0)
+        shadow_of.measure_shadow(run, weighted, logprobs, progress, 0)
         pool = progress.pool
         losses.append(metrics["loss/policy"])
         sums.append([pool[0].shadow_positive, pool[0].shadow_negative, *pool[0].positive_contributions])
@@ -137,8 +141,8 @@ def test_importance_weights_scale_loss_and_statistics(tmp_path):
 
 def test_each_step_samples_with_its_own_seed(tmp_path):
     run = make_run(tmp_path)
-    problems = run.problems_of_step(0)
-    first, again, other = (loop.sample(run, problems, step) for step in (0, 0, 1))
+    problems = run.problems(0, 4)
+    first, again, other = (sample(run, problems, step) for step in (0, 0, 1))
     assert first == again and first != other
 
 
