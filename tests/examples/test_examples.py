@@ -37,4 +37,6 @@ def test_an_example_makes_a_step(path, tmp_path):
     train(load_config(TrainConfig, path, overrides), Display(Console(quiet=True)))
     (line,) = read_lines(tmp_path / "run/metrics.jsonl")
     assert line["policy_version"] == 0 and line["mismatch/max_abs_logprob_diff"] == 0.0
-    assert "eval/accuracy" in line and (tmp_path / "run/model/config.json").is_file()
+    assert ("eval/accuracy" in line) == (config.evaluation.interval > 0) and (
+        tmp_path / "run/model/config.json"
+    ).is_file()
