@@ -119,7 +119,7 @@ def main() -> None:
     """Healthy runs of every seed, then each kind of damage with rollback, and once without."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="healthy seeds 0 .. N - 1")
-    parser.add_argument("--damaged", type=int, default=3, help="seeds of them that are damaged too")
+    parser.add_argument("--damaged", type=int, default=2, help="seeds of them that are damaged too")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a thread each; changes no figure")
     parser.add_argument("--folder", type=Path, help="where runs are left; default: a temporary folder")
     args = parser.parse_args()

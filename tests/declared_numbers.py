@@ -10,10 +10,10 @@ from torch import Tensor
 
 from octavo.kernels.attention import attend
 from octavo.kernels.gemm import gemm
+from octavo.kernels.heads import rotate
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.operands import grid_operand
 from octavo.kernels.swiglu import swiglu
-from octavo.layers.rotary import rotate
 from octavo.models.decoder import Decoder
 from octavo.numerics.exact import block_edges, block_matmul
 from octavo.numerics.fp8 import block_amax, dequantize, expand_scale, quantize_with_scale, scale_from_amax

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,12 +164,13 @@ class DamagedCache:
     def __getattr__(self, name: str) -> object:
         return getattr(self.cache, name)
 
-    def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
+    def write(self, layer: int, slot_mapping: Tensor, *heads: Any) -> Tensor:
         """As KVCache.write."""
-        self.cache.write(layer, slot_mapping, k, v)
+        q = self.cache.write(layer, slot_mapping, *heads)
         if not self.done:
             self.damage(self.cache, slot_mapping)
             self.done = True
+        return q
 
 
 def flip_key_byte(cache: KVCache, slots: Tensor) -> None:

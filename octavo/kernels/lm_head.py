@@ -23,7 +23,7 @@ MIN_GRAD_COLUMNS = 2048
 BLOCK_V = 256
 """Words of a vocabulary tile."""
 BLOCK_K = 64
-_UNFUSED = {"enable_fp_fusion": False}
+UNFUSED = {"enable_fp_fusion": False}
 """A product and a difference fused into one instruction would not give the bits of a logit that was stored between."""
 _BLOCK_V, _BLOCK_K = constexpr(BLOCK_V), constexpr(BLOCK_K)
 _ROW_BLOCKS = constexpr(16)
@@ -54,7 +54,7 @@ def softmax_sums(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: fl
     sums = _empty_sums(T, V, hidden.device)
     if T:
         _launch(_sums_kernel, hidden, weight, temperature, tokens, chosen, *sums)
-    return chosen, *_combined(*sums)
+    return chosen, *combined(*sums)
 
 
 def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -67,13 +67,18 @@ def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 def logsumexp_of(logits: Tensor) -> Tensor:
     """[T, V] fp32 -> [T, 1] float64, with the bits of `softmax_sums`."""
+    return combined(*sums_of(logits))[0][:, None]
+
+
+def sums_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stored logits [T, V] fp32 -> largest logits, weights and moments of each tile, [tiles, T]."""
     require_triton("sampling")
     T, V = logits.shape
     sums = _empty_sums(T, V, logits.device)
     if T:
         grid = (triton.cdiv(T, 4), triton.cdiv(V, BLOCK_V))
-        _row_sums_kernel[grid](logits.contiguous(), T, V, *sums, BLOCK_T=4, num_warps=4, **_UNFUSED)
-    return _combined(*sums)[0][:, None]
+        _row_sums_kernel[grid](logits.contiguous(), T, V, *sums, BLOCK_T=4, num_warps=4, **UNFUSED)
+    return sums
 
 
 def gradients(
@@ -146,7 +151,7 @@ def _launch(
         BLOCK_T=block_t,
         num_warps=num_warps,
         num_stages=num_stages,
-        **_UNFUSED,
+        **UNFUSED,
     )
 
 
@@ -157,14 +162,14 @@ def _empty_sums(T: int, V: int, device: torch.device) -> tuple[Tensor, Tensor, T
     return largest, torch.empty_like(largest, dtype=torch.int32), torch.empty_like(largest)
 
 
-def _combined(largest: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+def combined(largest: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of tiles [tiles, T] -> logsumexp [T] float64, entropy [T] fp32."""
     num_tiles, T = largest.shape
     logsumexp = torch.empty(T, dtype=torch.float64, device=largest.device)
     entropy = torch.empty(T, device=largest.device)
     if T:
         _combine_kernel[(triton.cdiv(T, 8),)](
-            largest, weights, moments, logsumexp, entropy, T, num_tiles, ROWS=8, TILES=256, num_warps=8, **_UNFUSED
+            largest, weights, moments, logsumexp, entropy, T, num_tiles, ROWS=8, TILES=256, num_warps=8, **UNFUSED
         )
     return logsumexp, entropy
 

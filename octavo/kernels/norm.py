@@ -78,7 +78,7 @@ def rms_norm_forward(x: Tensor, gain: Tensor, norm_eps: float) -> tuple[Tensor, 
             R=R,
             BLOCK_D=block,
             num_warps=num_warps,
-            **_constants(x.shape[-1], norm_eps),
+            **norm_constants(x.shape[-1], norm_eps),
         )
     return y, inverse_rms
 
@@ -182,7 +182,7 @@ def add_rms_norm_cast(
             PER_ROW=quant_block == PER_ROW,
             POWER_OF_TWO=rounding == "power_of_two",
             num_warps=num_warps,
-            **_constants(D, norm_eps),
+            **norm_constants(D, norm_eps),
         )
     q_t, scale_t = _norm_transposed(h, gain, inverse_rms, rounding, pad_to) if transposed else (None, None)
     return NormCast(h, inverse_rms, q, scale, q_t, scale_t)
@@ -233,7 +233,8 @@ def _tile(width: int, per_warp: int = 1024) -> tuple[int, int, int]:
     return max(1, min(32, TILE_ELEMENTS // block)), block, min(16, max(4, block // per_warp))
 
 
-def _constants(D: int, norm_eps: float) -> dict[str, Any]:
+def norm_constants(D: int, norm_eps: float) -> dict[str, Any]:
+    """What `inverse_rms_of` takes for rows of D numbers."""
     # With more bits the magnitudes were no FP32 integers. Fewer than 64 values could have them, which lose nothing
     # unless they are 2**15 times smaller than the largest.
     return {"D": D, "BITS": min(product_bits(D), 23), "NORM_EPS": norm_eps}

@@ -79,6 +79,15 @@ class Operand:
             scale = scale[: len(values)] if self.rows is None else scale[self.rows]
         return values.float() * _spread(scale, self.k_edges, dim=1)
 
+    def written_to(self, other: Operand) -> Operand:
+        """This operand, of the same layout as the other, in the other's memory."""
+        mine, places = (self.values, self.scale), (other.values, other.scale)
+        for new, place in zip(mine, places, strict=True):
+            if new is not None and place is not None and new.data_ptr() != place.data_ptr():
+                place.copy_(new)
+                torch.zeros((), device=place.device)  # `decode_gemm` may read before the kernel just ahead has ended
+        return replace(self, values=other.values, scale=other.scale)
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:

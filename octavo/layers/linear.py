@@ -93,6 +93,8 @@ class FP8Linear(nn.Module):
         else:
             self.register_buffer("weight_hp", torch.empty(shape, dtype=self._dtype), persistent=False)
         self.register_buffer("bias_hp", torch.empty(shape[0], dtype=self._dtype) if bias else None, persistent=False)
+        self.observing = True  # whether a static scale learns from what it sees: not from what is computed again
+        self._scaled: State | None = None  # of the static scale when it was last seen to be a number
         if recipe.static_activation_scale:
             self.register_buffer("activation_scale", torch.full((1, 1), torch.nan), persistent=False)
             self.register_buffer("activation_amax", torch.zeros(1, 1), persistent=False)
@@ -213,7 +215,7 @@ class FP8Linear(nn.Module):
 
     def _dgrad(self, grad_y: QuantizedMatrix | Tensor, dtype: torch.dtype) -> Tensor:
         if not self.uses_kernels:
-            return (_values(grad_y) @ self.backward_weight()).to(dtype)
+            return (values_of(grad_y) @ self.backward_weight()).to(dtype)
         if isinstance(grad_y, Tensor):
             return grad_y @ self.weight_hp
         w = self._prepared("dgrad", self._prepare_dgrad)
@@ -222,7 +224,7 @@ class FP8Linear(nn.Module):
     def _wgrad(self, grad_y: QuantizedMatrix | Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         x = self.saved(saved_x)
         if not self.uses_kernels:
-            return _values(grad_y).T @ _values(x)
+            return values_of(grad_y).T @ values_of(x)
         if isinstance(grad_y, Tensor) or isinstance(x, Tensor):
             assert isinstance(grad_y, Tensor) and isinstance(x, Tensor)
             return torch.mm(grad_y.T, x, out_dtype=torch.float32)
@@ -239,10 +241,6 @@ class FP8Linear(nn.Module):
             return grad_y
         return quantize_matrix(grad_y, recipe.left, self.recipe.scale_rounding, column_splits=self.splits)
 
-    def gradient_values(self, grad_y: Tensor, recipe: GemmRecipe) -> Tensor:
-        """`gradient`, decoded to fp32."""
-        return _values(self.gradient(grad_y, recipe))
-
     def saved(self, saved_x: QuantizedMatrix | Tensor) -> QuantizedMatrix | Tensor:
         """What `save_activation` kept, as WGrad multiplies it."""
         assert self.recipe.wgrad is not None, self.recipe.name
@@ -250,10 +248,6 @@ class FP8Linear(nn.Module):
         if isinstance(saved_x, Tensor) and self.quantized and right is not None:
             return quantize_matrix(pad_tokens(saved_x), right, self.recipe.scale_rounding)
         return saved_x
-
-    def saved_values(self, saved_x: QuantizedMatrix | Tensor) -> Tensor:
-        """`saved`, decoded to fp32."""
-        return _values(self.saved(saved_x))
 
     def save_activation(self, x: Tensor) -> QuantizedMatrix | Tensor:
         """X in the layout and format that WGrad multiplies."""
@@ -298,12 +292,18 @@ class FP8Linear(nn.Module):
         return "dgrad_q" if "dgrad_q" in self._buffers else "weight_q"
 
     def _prepared(self, role: str, prepare: Callable[[], Any]) -> Any:
-        """`prepare()`, called anew only after the bytes, scales or high-precision copy were written to."""
+        """`prepare()`, called anew only after the bytes, scales or high-precision copy were written to.
+
+        On a GPU the result stays where it was: a CUDA graph that reads it reads the new one.
+        """
         versions = [
             _state(buffer) for name, buffer in self._buffers.items() if buffer is not None and name.startswith(WEIGHTS)
         ]
         if role not in self._cache or self._cache[role][0] != versions:
-            self._cache[role] = (versions, prepare())
+            ready = prepare()
+            if role in self._cache and isinstance(ready, Operand) and self.uses_kernels:
+                ready = ready.written_to(self._cache[role][1])
+            self._cache[role] = (versions, ready)
         return self._cache[role][1]
 
     def _prepare_fprop(self) -> Operand:
@@ -349,13 +349,20 @@ class FP8Linear(nn.Module):
             return grid_operand(x)
         scale = None
         if self.recipe.static_activation_scale:
-            self.activation_amax.copy_(torch.maximum(self.activation_amax, block_amax(x, PER_TENSOR)))
-            if torch.isnan(self.activation_scale).all():  # the very first batch calibrates itself
-                self.freeze_activation_scale_()
+            if self.observing:
+                self.activation_amax.copy_(torch.maximum(self.activation_amax, block_amax(x, PER_TENSOR)))
+                self._calibrate_the_first_time()
+                self.saturation_counts[0] += self._beyond_scale(x).sum()
+                self.saturation_counts[1] += x.numel()
             scale = self.activation_scale
-            self.saturation_counts[0] += self._beyond_scale(x).sum()
-            self.saturation_counts[1] += x.numel()
         return quantize_matrix(x, left, self.recipe.scale_rounding, scale=scale).operand()
+
+    def _calibrate_the_first_time(self) -> None:
+        """The very first batch gives its own scale. The host waits for the device only after a write to the scale."""
+        if self._scaled != _state(self.activation_scale):
+            if torch.isnan(self.activation_scale).all():
+                self.freeze_activation_scale_()
+            self._scaled = _state(self.activation_scale)
 
     def _beyond_scale(self, x: Tensor) -> Tensor:
         return x.float().abs() > E4M3_MAX * self.activation_scale
@@ -376,7 +383,7 @@ def _state(tensor: Tensor) -> State:
     return tensor.data_ptr(), tensor._version
 
 
-def _values(matrix: QuantizedMatrix | Tensor) -> Tensor:
+def values_of(matrix: QuantizedMatrix | Tensor) -> Tensor:
     """fp32."""
     return matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
 

@@ -32,15 +32,3 @@ def rotary_table(config: PretrainedConfig, head_dim: int, num_positions: int) ->
         frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu")
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return angles.cos() * attention_factor, angles.sin() * attention_factor
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + Dh / 2) of each head; FP32, rounded once. Differentiable.
-
-    Args:
-        x: [T, H, Dh] bf16 or fp32.
-        cos, sin: [T, Dh / 2] fp32 of each token's position.
-    """
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -12,19 +12,22 @@ values live is the caller's business (`AttentionContext`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
+from octavo.kernels.heads import HeadTransform
 from octavo.kernels.logprobs import logits_from_hidden, token_logprobs
 from octavo.kernels.norm import rms_norm
 from octavo.kernels.operands import Operand, grid_operand
 from octavo.kernels.swiglu import swiglu
 from octavo.layers.attention import AttentionContext
 from octavo.layers.linear import FP8Linear, quantized_layers
-from octavo.layers.rotary import rotary_table, rotate
+from octavo.layers.rotary import rotary_table
 from octavo.models.config import DecoderConfig
 from octavo.models.modules import decoder_modules
 from octavo.numerics.flow_edges import check_kept
@@ -57,6 +60,7 @@ class Block(nn.Module):
             config.head_dim,
         )
         self.index, self.num_heads, self.num_kv_heads, self.head_dim = index, H, Hkv, Dh
+        self.norm_eps = config.norm_eps
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
         self.input_norm = Norm(D, config.norm_eps)
         self.qkv_proj = FP8Linear(
@@ -73,14 +77,28 @@ class Block(nn.Module):
         self.gate_up_proj = FP8Linear(D, {"gate_proj": F, "up_proj": F}, bias=False, recipe=recipe, path=mlp)
         self.down_proj = FP8Linear(F, {"down_proj": D}, bias=False, recipe=recipe, path=mlp)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, shadow: bool) -> Tensor:
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """What runs in here has run before."""
+        layers = quantized_layers(self)
+        for layer in layers:
+            layer.observing = False
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.observing = True
+
+    def forward(
+        self, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor, shadow: bool
+    ) -> Tensor:
         """h [T, D] -> [T, D]; cos and sin [T, Dh / 2] of each token's position."""
         qkv = self.qkv_proj(self.input_norm(h), shadow=shadow)
         q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in qkv.split(self.qkv_proj.splits, dim=1))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = context.attend(self.index, q, k, v, self.head_dim**-0.5)
+        q_gain, k_gain = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        counter = num_saturated if self.qkv_proj.observing else torch.zeros_like(num_saturated)
+        transform = HeadTransform(cos, sin, q_gain, k_gain, self.norm_eps, counter)
+        out = context.attend(self.index, q, k, v, transform, self.head_dim**-0.5)
         h = h + self.o_proj(out.flatten(1), shadow=shadow)
         return h + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(h), shadow=shadow)), shadow=shadow)
 
@@ -100,6 +118,7 @@ class Decoder(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    num_saturated: Tensor
     embed_hp: Tensor
     lm_head_hp: Tensor
 
@@ -126,7 +145,10 @@ class Decoder(nn.Module):
         cos, sin = rotary_table(hf_config, config.head_dim, max_tokens)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("num_saturated", torch.zeros(1, dtype=torch.int64), persistent=False)
         self._head: tuple[tuple[int, int], Operand] | None = None
+        self.recompute_layers = False
+        """Keep only each layer's input for the backward, and compute the layer again there: the same bits."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
         """Whatever moves a module; the head that was kept ready lies where it was."""
@@ -182,7 +204,8 @@ class Decoder(nn.Module):
         h = _embed(self.embed_tokens, self.embed_hp, tokens)
         cos, sin = self.cos[positions], self.sin[positions]
         for block in self.blocks():
-            h = block(h, cos, sin, context, shadow)
+            run = _recomputed if self.recompute_layers and torch.is_grad_enabled() else Block.__call__
+            h = run(block, h, cos, sin, context, self.num_saturated, shadow)
         return self.norm(h)
 
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -200,6 +223,16 @@ class Decoder(nn.Module):
         if self._head is None or self._head[0] != state:
             self._head = (state, grid_operand(source))
         return self._head[1]
+
+
+def _recomputed(block: Block, *arguments: Any) -> Tensor:
+    return checkpoint(
+        block,
+        *arguments,
+        use_reentrant=False,
+        preserve_rng_state=False,  # a forward draws nothing
+        context_fn=lambda: (nullcontext(), block.recomputing()),
+    )
 
 
 class _Embed(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.attention import StoredKV, probability_dtype, store_kv
 from octavo.kernels.operands import Operand, grid_operand
-from octavo.layers.linear import SCALE_STATE, FP8Linear
+from octavo.layers.linear import SCALE_STATE, FP8Linear, values_of
 from octavo.models.decoder import Decoder
 from octavo.numerics.flow_edges import E4M3_SUMS, GRID_SUMS
 from octavo.numerics.fp8 import (
@@ -197,10 +197,10 @@ def _projections(parent: str, layer: object, like: Tensor, backward: bool) -> It
         saved_dtype = saved.dtype if isinstance(saved, Tensor) else saved.q.dtype
         saved_values = saved if isinstance(saved, Tensor) else saved.dequantize()
         dy = grad_y[:, rows]
-        yield name, "dgrad dY", _Found(None, layer.gradient_values(grad_y, layer.recipe.dgrad)[:, rows], dy)
+        yield name, "dgrad dY", _Found(None, values_of(layer.gradient(grad_y, layer.recipe.dgrad))[:, rows], dy)
         yield name, "dgrad W", _Found(stored.dtype, layer.backward_weight()[rows], master)
-        yield name, "wgrad dY", _Found(None, layer.gradient_values(grad_y, layer.recipe.wgrad)[:, rows], dy)
-        yield name, "wgrad X", _Found(None, layer.saved_values(saved)[:PROBE_TOKENS], x)
+        yield name, "wgrad dY", _Found(None, values_of(layer.gradient(grad_y, layer.recipe.wgrad))[:, rows], dy)
+        yield name, "wgrad X", _Found(None, values_of(layer.saved(saved))[:PROBE_TOKENS], x)
         yield name, "saved X", _Found(saved_dtype, saved_values[:PROBE_TOKENS], x)
         yield name, "master W", _Found(layer.weight.dtype)
         if layer.bias is not None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from octavo.kernels.heads import HeadTransform, transformed
 from octavo.kernels.logprobs import chosen_logprobs, sampling_weights
+from octavo.kernels.norm import rms_norm
 from octavo.layers.attention import AttentionContext, PackedAttention
 from octavo.layers.linear import FP8Linear
 from octavo.models.decoder import Decoder
@@ -123,10 +125,16 @@ class _Listener:
     context: AttentionContext
     outputs: Outputs
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform, softmax_scale: float
+    ) -> Tensor:
         name = f"model.layers.{layer}.self_attn"
-        self.outputs[f"{name}.rotary"] = torch.cat([q.flatten(1), k.flatten(1)], dim=1)
-        out = self.context.attend(layer, q, k, v, softmax_scale)
+        for norm, x, gain in (("q_norm", q, transform.q_gain), ("k_norm", k, transform.k_gain)):
+            if gain is not None:
+                self.outputs[f"{name}.{norm}"] = rms_norm(x, gain, transform.norm_eps).flatten(1)
+        turned = transformed(q, k, transform, "bf16")
+        self.outputs[f"{name}.rotary"] = torch.cat([x.flatten(1) for x in turned], dim=1)
+        out = self.context.attend(layer, q, k, v, transform, softmax_scale)
         self.outputs[f"{name}.attention"] = out.flatten(1)
         return out
 
@@ -137,9 +145,8 @@ def _listening(decoder: Decoder, context: AttentionContext) -> Iterator[tuple[Ou
     outputs: Outputs = {}
     handles: list[RemovableHandle] = []
 
-    def output_of(module: nn.Module | None, keep: Callable[[Tensor], None]) -> None:
-        if module is not None:
-            handles.append(module.register_forward_hook(lambda module, inputs, output: keep(output)))
+    def output_of(module: nn.Module, keep: Callable[[Tensor], None]) -> None:
+        handles.append(module.register_forward_hook(lambda module, inputs, output: keep(output)))
 
     def input_of(module: nn.Module, name: str) -> None:
         handles.append(module.register_forward_pre_hook(lambda module, inputs: outputs.update({name: inputs[0]})))
@@ -163,8 +170,6 @@ def _listening(decoder: Decoder, context: AttentionContext) -> Iterator[tuple[Ou
             (block.down_proj, "mlp"),
         ):
             output_of(linear, split(linear, f"{layer}.{path}"))
-        output_of(block.q_norm, named(f"{layer}.self_attn.q_norm"))
-        output_of(block.k_norm, named(f"{layer}.self_attn.k_norm"))
         output_of(block.post_norm, named(f"{layer}.post_attention_layernorm"))
         input_of(block.down_proj, f"{layer}.mlp.swiglu")
         output_of(block, named(layer))

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from octavo.models.decoder import Decoder
 from octavo.rollout import scheduler
+from octavo.rollout.decode import DecodeSteps
 from octavo.rollout.kv_cache import KVCache, PagedAttention
-from octavo.rollout.sampler import SamplingConfig, sample
+from octavo.rollout.sampler import SamplingConfig, check_finite, draw, signed
 from octavo.rollout.scheduler import PromptGroup, Scheduler
 
 MAX_GROUP_SIZE = 2**20
@@ -32,9 +34,13 @@ class EngineConfig:
     """Most sequences running at once."""
     max_prefill_tokens: int = 8192
     """Most new tokens in one prefill step."""
+    decode_steps: int = 8
+    """Decode steps in a row on a GPU before the host looks which completions have ended. On a CPU it is 1."""
+    cuda_graphs: bool = True
+    """Run decode steps as CUDA graphs, on a GPU."""
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "kv_cache_tokens", "max_sequences", "max_prefill_tokens"):
+        for name in ("page_size", "kv_cache_tokens", "max_sequences", "max_prefill_tokens", "decode_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.kv_cache_tokens < self.page_size:
@@ -76,6 +82,16 @@ class Engine:
             config.page_size,
             decoder.recipe.kv_cache,
             self.device,
+        )
+        self.decode_steps = config.decode_steps if self.device.type == "cuda" else 1
+        self.decode = DecodeSteps(
+            decoder,
+            self.cache,
+            stop_token_ids,
+            max_sequences=config.max_sequences,
+            max_tokens=decoder.max_tokens,
+            max_steps=config.decode_steps,
+            graphs=config.cuda_graphs and self.device.type == "cuda",
         )
         self.num_preemptions = 0
         """Of the last `generate`."""
@@ -133,20 +149,22 @@ class Engine:
             for sequence in group:
                 queue.add(sequence)
         while batch := queue.schedule():
-            tokens, logprobs = self._step(batch, sampling, seed)
+            if any(sequence.is_new for sequence in batch):
+                steps = self._prefill(batch, sampling, seed)
+            else:
+                wanted = min(self.decode_steps, max(s.longest - s.num_tokens for s in batch))
+                steps = self.decode.run(batch, queue.steps_ahead(batch, wanted), sampling, seed)
+            for sequence, tokens, logprobs in zip(batch, *(zip(*values, strict=True) for values in steps), strict=True):
+                self._append(sequence, tokens, logprobs, seed)
             queue.stored(batch)
-            num_finished = 0
-            for sequence, token, logprob in zip(batch, tokens, logprobs, strict=True):
-                sequence.completion.append(token)
-                sequence.logprobs.append(logprob)
-                if token in self.stop_token_ids or len(sequence.completion) == max_completion_tokens:
-                    queue.finish(sequence, "stop" if token in self.stop_token_ids else "length")
-                    num_finished += 1
-                    if on_completion is not None:
-                        p, g = divmod(sequence.sequence_id, MAX_GROUP_SIZE)
-                        on_completion(p - first_index, g, _completion(sequence))
+            finished = [sequence for sequence in batch if self._reason(sequence)]
+            for sequence in finished:
+                queue.finish(sequence, self._reason(sequence))
+                if on_completion is not None:
+                    p, g = divmod(sequence.sequence_id, MAX_GROUP_SIZE)
+                    on_completion(p - first_index, g, _completion(sequence))
             if progress is not None:
-                progress(num_finished)
+                progress(len(finished))
         self.num_preemptions = queue.num_preemptions
         return [[_completion(sequence) for sequence in group] for group in sequences]
 
@@ -167,24 +185,42 @@ class Engine:
                 )
         return [PromptGroup(list(prompt)) for prompt in prompts]
 
-    def _step(
+    def _prefill(
         self, batch: list[scheduler.Sequence], sampling: SamplingConfig, seed: int
-    ) -> tuple[list[int], list[float]]:
-        """Run the new tokens of each sequence and sample its next one."""
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Run the new tokens of each sequence and sample its next one; the one step of `DecodeSteps.run`."""
         new = [sequence.tokens[sequence.num_stored :] for sequence in batch]
         num_pages = max(len(sequence.pages) for sequence in batch)
-        page_table = torch.tensor(
-            [sequence.pages + [0] * (num_pages - len(sequence.pages)) for sequence in batch], device=self.device
-        )
+        page_table = self._tensor([s.pages + [self.cache.scratch_page] * (num_pages - len(s.pages)) for s in batch])
         first_positions = [sequence.num_stored for sequence in batch]
         context = PagedAttention(self.cache, page_table, first_positions, [len(tokens) for tokens in new])
-        packed = torch.tensor([token for tokens in new for token in tokens], device=self.device)
-        hidden = self.decoder(packed, context.positions, context)
-        last = torch.tensor([len(tokens) for tokens in new], device=self.device).cumsum(0) - 1
+        hidden = self.decoder(self._tensor([token for tokens in new for token in tokens]), context.positions, context)
+        last = self._tensor([len(tokens) for tokens in new]).cumsum(0) - 1
         logits = self.decoder.logits(hidden[last], sampling.temperature or 1.0)
-        keys = [(seed, sequence.sequence_id, len(sequence.tokens)) for sequence in batch]
-        tokens, logprobs = sample(logits, keys, sampling)
-        return tokens.tolist(), logprobs.tolist()
+        ids, positions = ([getattr(s, name) for s in batch] for name in ("sequence_id", "num_tokens"))
+        drawn = draw(logits, self._tensor([signed(seed)]), self._tensor(ids), self._tensor(positions), sampling)
+        tokens, logprobs = (x.tolist() for x in drawn)
+        return [tokens], [logprobs]
+
+    def _tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _append(
+        self, sequence: scheduler.Sequence, tokens: Sequence[int], logprobs: Sequence[float], seed: int
+    ) -> None:
+        """Add sampled tokens up to the sequence's end."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            check_finite([logprob], [(seed, sequence.sequence_id, sequence.num_tokens)])
+            sequence.completion.append(token)
+            sequence.logprobs.append(logprob)
+            if self._reason(sequence):
+                return
+
+    def _reason(self, sequence: scheduler.Sequence) -> str:
+        """Why the sequence has ended; empty where it goes on."""
+        if sequence.completion[-1] in self.stop_token_ids:
+            return "stop"
+        return "length" if sequence.num_tokens == sequence.longest else ""
 
 
 def check_group_size(name: str, size: int) -> None:

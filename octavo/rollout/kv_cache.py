@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention import MAX_SCORES_PER_CHUNK, StoredKV, attend, probability_dtype, store_kv
+from octavo.kernels.heads import HeadTransform, transformed, write_heads
+from octavo.kernels.triton_attention import DECODE_ROWS, PREFILL_ROWS, Tiles, attention_forward, has_kernel, tiles_of
 from octavo.models.config import DecoderConfig
 from octavo.numerics.fp8 import E4M3
 from octavo.numerics.recipe import StorageFormat
@@ -19,7 +21,7 @@ class KVCache:
 
     Args:
         config: the decoder's shape.
-        num_pages, page_size: pages, and tokens in one.
+        num_pages, page_size: pages, and tokens in one. There is one page more, for what nobody will read.
         kv_format: "fp8" keeps E4M3 and one FP32 power-of-two scale per token and head.
         device: where it lives.
     """
@@ -33,9 +35,10 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.num_pages, self.page_size, self.kv_format = num_pages, page_size, kv_format
-        self.num_heads = config.num_heads
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         dtype = {"fp8": E4M3, "bf16": torch.bfloat16, "fp32": torch.float32}[kv_format]
-        slots = (config.num_layers, num_pages * page_size, config.num_kv_heads)
+        self.scratch_page = num_pages
+        slots = (config.num_layers, (num_pages + 1) * page_size, config.num_kv_heads)
         try:
             self.k = torch.zeros(*slots, config.head_dim, dtype=dtype, device=device)
             """[layers, slots, Hkv, Dh]; slot = page * page_size + offset."""
@@ -50,13 +53,25 @@ class KVCache:
         """[layers, slots, Hkv] fp32."""
         self.v_scale = torch.ones(slots, device=device) if kv_format == "fp8" else None
 
-    def write(self, layer: int, slot_mapping: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store new keys and values [T, Hkv, Dh] at slots [T] of a layer."""
-        for x, values, scales in ((k, self.k, self.k_scale), (v, self.v, self.v_scale)):
-            stored = store_kv(x, self.kv_format)
-            _indexable(values)[layer, slot_mapping] = _indexable(stored.values)
-            if scales is not None and stored.scale is not None:
-                scales[layer, slot_mapping] = stored.scale
+    def write(
+        self, layer: int, slot_mapping: Tensor, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform
+    ) -> Tensor:
+        """Transform q [T, H, Dh] and k [T, Hkv, Dh]; store k and v at slots [T] of a layer. Returns the queries."""
+        keys, values = self.stored(layer)
+        if has_kernel(q):
+            return write_heads(q, k, v, transform, keys, values, slot_mapping)[0]
+        q, k = transformed(q, k, transform, self.kv_format)
+        for x, kept in ((k, keys), (v, values)):
+            new = store_kv(x, self.kv_format)
+            _indexable(kept.values)[slot_mapping] = _indexable(new.values)
+            if kept.scale is not None and new.scale is not None:
+                kept.scale[slot_mapping] = new.scale
+        return q
+
+    def stored(self, layer: int) -> tuple[StoredKV, StoredKV]:
+        """Keys and values of a layer by slot."""
+        k_scale, v_scale = (None if x is None else x[layer] for x in (self.k_scale, self.v_scale))
+        return StoredKV(self.k[layer], k_scale), StoredKV(self.v[layer], v_scale)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K^ and V^ at slots [N, S] of a layer, [N, S, Hkv, Dh] each."""
@@ -91,7 +106,14 @@ class PagedAttention:
         slots = slots.flatten(1)
         self.slot_mapping = slots[sequence, self.positions]
         """[T] int64, slot of every new token."""
-        self._chunks = []
+        self._page_table, self._chunks = page_table, []
+        self._tiles: Tiles | None = None
+        if has_kernel(cache.k):
+            group = cache.num_heads // cache.num_kv_heads
+            tile_rows = DECODE_ROWS if max(num_new, default=0) * group <= DECODE_ROWS else PREFILL_ROWS
+            boundaries = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+            self._tiles = tiles_of(boundaries, starts, len(sequence), group, tile_rows)
+            return
         ends = [start + count for start, count in zip(first_positions, num_new, strict=True)]
         for chunk in _chunks_of_sequences(num_new, ends, cache.num_heads):
             rows = torch.arange(max(num_new[chunk]), device=device)
@@ -100,15 +122,51 @@ class PagedAttention:
             index = packed_start[chunk, None] + row  # padded row -> packed token
             self._chunks.append((inside, index, starts[chunk, None] + row, slots[chunk, : max(ends[chunk])]))
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+    @classmethod
+    def decode(cls, cache: KVCache, page_table: Tensor, positions: Tensor) -> PagedAttention:
+        """One new token of each sequence; on a GPU the host waits for nothing.
+
+        Args:
+            cache: written and read in place.
+            page_table: [N, pages] int32; it may be wider than it need be.
+            positions: [N] int64, of the new tokens.
+        """
+        if has_kernel(cache.k):
+            return _PagedDecode(cache, page_table, positions)
+        where = positions.tolist()
+        width = max(where) // cache.page_size + 1
+        return cls(cache, page_table[:, :width].long(), where, [1] * len(where))
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform, softmax_scale: float
+    ) -> Tensor:
         """Write the new keys and values, then attend to everything stored; [T, H, Dh]."""
-        self.cache.write(layer, self.slot_mapping, k, v)
+        q = self.cache.write(layer, self.slot_mapping, q, k, v, transform)
+        if self._tiles is not None:
+            keys, values = self.cache.stored(layer)
+            operands = q, keys.values, values.values, keys.scale, values.scale
+            table, page_size = self._page_table, self.cache.page_size
+            return attention_forward(*operands, self._tiles, softmax_scale, table, page_size)[0]
         p_dtype = probability_dtype(self.cache.kv_format)
         out = torch.empty_like(q)
         for inside, index, query_positions, slots in self._chunks:
             k_hat, v_hat = self.cache.read(layer, slots)
             out[index[inside]] = attend(q[index], k_hat, v_hat, query_positions, softmax_scale, p_dtype)[inside]
         return out
+
+
+class _PagedDecode(PagedAttention):
+    """A query a sequence, by kernels."""
+
+    def __init__(self, cache: KVCache, page_table: Tensor, positions: Tensor) -> None:
+        self.cache, self._page_table, self.positions = cache, page_table, positions
+        size, index = cache.page_size, torch.arange(len(positions), device=positions.device)
+        page = page_table.gather(1, (positions // size)[:, None]).squeeze(1)
+        self.slot_mapping = page.long() * size + positions % size
+        group = cache.num_heads // cache.num_kv_heads
+        longest_first = positions.argsort(descending=True)
+        table = torch.stack([index, torch.ones_like(index), positions, index], dim=1)[longest_first].int()
+        self._tiles = Tiles(table, DECODE_ROWS if group <= DECODE_ROWS else PREFILL_ROWS)
 
 
 def _chunks_of_sequences(num_new: list[int], ends: list[int], num_heads: int) -> Iterator[slice]:

@@ -7,12 +7,16 @@ no batch order, preemption or page layout can change a sample.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.lm_head import logsumexp_of
 from octavo.kernels.logprobs import chosen_logprobs, sampling_weights
+from octavo.kernels.sampling import draw_tokens
+from octavo.kernels.triton_shim import on_gpu
 from octavo.rollout.counter import uniform_bits
 
 
@@ -59,12 +63,7 @@ def sample(logits: Tensor, keys: list[tuple[int, int, int]], config: SamplingCon
         NonFiniteLogits: those of a row are not finite.
     """
     weights, logsumexp = sampling_weights(logits)
-    if not torch.isfinite(logsumexp).all():
-        row = int((~torch.isfinite(logsumexp)).nonzero()[0, 0])
-        raise NonFiniteLogits(
-            f"the logits of sequence {keys[row][1]} at position {keys[row][2]} are not finite: the model's weights are "
-            f"damaged or have diverged, or the temperature is too small"
-        )
+    check_finite(logsumexp.squeeze(1).tolist(), keys)
     if config.temperature == 0.0:
         tokens = logits.argmax(dim=-1)
     else:
@@ -74,6 +73,53 @@ def sample(logits: Tensor, keys: list[tuple[int, int, int]], config: SamplingCon
         thresholds = torch.tensor(draws, dtype=torch.float64, device=logits.device)
         tokens = torch.searchsorted(cumulative, thresholds[:, None], right=True).squeeze(1)
     return tokens, chosen_logprobs(logits, logsumexp, tokens)
+
+
+def draw(
+    logits: Tensor, seed: Tensor, sequence_ids: Tensor, positions: Tensor, config: SamplingConfig
+) -> tuple[Tensor, Tensor]:
+    """`sample` with keys in tensors; on a GPU the host waits for nothing, unless the distribution is truncated.
+
+    Args:
+        logits: [B, V] fp32, already divided by the temperature (undivided if it is 0).
+        seed: [1] int64.
+        sequence_ids, positions: [B] int64.
+        config: the sampling rule.
+
+    Returns:
+        tokens [B] int64 and log-probabilities [B] fp32. On a GPU these are not finite where the logits are not, and
+        the caller looks; elsewhere NonFiniteLogits is raised.
+    """
+    if looks_at_host(config) or not on_gpu(logits, "sampling"):
+        keys = [(int(seed), *key) for key in zip(sequence_ids.tolist(), positions.tolist(), strict=True)]
+        return sample(logits, keys, config)
+    if config.temperature == 0.0:
+        tokens = logits.argmax(dim=-1)
+        return tokens, chosen_logprobs(logits, logsumexp_of(logits), tokens)
+    return draw_tokens(logits, seed, sequence_ids, positions)
+
+
+def looks_at_host(config: SamplingConfig) -> bool:
+    """Whether drawing waits for the GPU: a truncated distribution does."""
+    return config.temperature > 0.0 and (config.top_p < 1.0 or config.top_k > 0 or config.min_p > 0.0)
+
+
+def check_finite(values: Sequence[float], keys: Sequence[tuple[int, int, int]]) -> None:
+    """Refuse logits that are not finite.
+
+    Args:
+        values: logsumexp or log-probability of each row, which carries what is not finite in it.
+        keys: (seed, sequence id, position) of each row.
+
+    Raises:
+        NonFiniteLogits: those of a row are not finite.
+    """
+    for value, (_, sequence, position) in zip(values, keys, strict=True):
+        if not math.isfinite(value):
+            raise NonFiniteLogits(
+                f"the logits of sequence {sequence} at position {position} are not finite: the model's weights are "
+                f"damaged or have diverged, or the temperature is too small"
+            )
 
 
 def truncate(weights: Tensor, config: SamplingConfig) -> Tensor:
@@ -90,3 +136,8 @@ def truncate(weights: Tensor, config: SamplingConfig) -> Tensor:
         smallest = ordered.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True)
         weights = weights.masked_fill(weights < smallest, 0.0)
     return weights
+
+
+def signed(number: int) -> int:
+    """The whole number of 64 bits, with a sign, that equals this one modulo 2**64: what a tensor holds of a seed."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,9 +1,10 @@
 """Which sequences run next: continuous batching over a fixed number of pages.
 
-A step is either a prefill (new or preempted sequences) or a decode (one token for every running sequence). The whole
-pages of a prompt are computed once by the first of its group and shared by the others; each sequence computes the rest
-of its prompt, at least the last token, itself. When pages run out, prompts that nobody runs are forgotten first, then
-the sequence admitted last is preempted: its pages go back and it is prefilled again later, bit for bit the same.
+A step is either a prefill (new or preempted sequences) or a decode (one token for every running sequence, or several in
+a row). The whole pages of a prompt are computed once by the first of its group and shared by the others; each sequence
+computes the rest of its prompt, at least the last token, itself. When pages run out, prompts that nobody runs are
+forgotten first, then the sequence admitted last is preempted: its pages go back and it is prefilled again later, bit
+for bit the same.
 """
 
 from __future__ import annotations
@@ -52,6 +53,21 @@ class Sequence:
         """Prompt and completion so far."""
         return self.group.prompt + self.completion
 
+    @property
+    def num_tokens(self) -> int:
+        """Their number."""
+        return len(self.group.prompt) + len(self.completion)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it may come to have."""
+        return len(self.group.prompt) + self.max_completion_tokens
+
+    @property
+    def is_new(self) -> bool:
+        """Whether more than the last token is to be computed."""
+        return self.num_tokens - self.num_stored > 1
+
 
 @dataclass(eq=False)
 class Scheduler:
@@ -80,11 +96,11 @@ class Scheduler:
         Raises:
             ValueError: it could not fit in the cache even alone.
         """
-        longest = len(sequence.group.prompt) + sequence.max_completion_tokens
-        if self._pages_for(longest) > self.num_pages:
+        if self._pages_for(sequence.longest) > self.num_pages:
             raise ValueError(
-                f"a sequence of up to {longest} tokens needs {self._pages_for(longest)} pages of {self.page_size}, but "
-                f"the KV cache has {self.num_pages}; raise rollout.engine.kv_cache_tokens or sample less"
+                f"a sequence of up to {sequence.longest} tokens needs {self._pages_for(sequence.longest)} pages of "
+                f"{self.page_size}, but the KV cache has {self.num_pages}; raise rollout.engine.kv_cache_tokens or "
+                f"sample less"
             )
         self.waiting.append(sequence)
         sequence.group.num_unfinished += 1
@@ -97,10 +113,29 @@ class Scheduler:
         prefill = self._admit()
         return prefill if prefill else self._grow()
 
+    def steps_ahead(self, sequences: list[Sequence], wanted: int) -> int:
+        """Take free pages for decode steps in a row.
+
+        Args:
+            sequences: those of a decode step, as scheduled.
+            wanted: most steps; 1 needs no more pages.
+
+        Returns:
+            How many steps the free pages allow, at least 1.
+        """
+        for steps in range(wanted, 1, -1):
+            ends = [min(s.num_tokens + steps - 1, s.longest - 1) for s in sequences]
+            needed = [max(self._pages_for(end) - len(s.pages), 0) for s, end in zip(sequences, ends, strict=True)]
+            if sum(needed) <= self.allocator.num_free:
+                for sequence, count in zip(sequences, needed, strict=True):
+                    sequence.pages += self.allocator.allocate(count)
+                return steps
+        return 1
+
     def stored(self, sequences: list[Sequence]) -> None:
-        """Note that a step computed and stored all tokens of these sequences."""
+        """Note that all tokens of these sequences but the last, just sampled, are computed and stored."""
         for sequence in sequences:
-            sequence.num_stored = len(sequence.tokens)
+            sequence.num_stored = sequence.num_tokens - 1
             group = sequence.group
             if group.leader is sequence:
                 group.leader = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -110,6 +111,7 @@ def train_step(
     progress.next_prompt += len(drawn.problems)
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)
+    metrics["precision/saturated_queries"] = saturated_queries(run.decoders)
     return metrics | learned
 
 
@@ -239,3 +241,11 @@ def saturated_share(policy: Decoder) -> float:
     layers = [layer for layer in quantized_layers(policy) if layer.quantized]
     counts = torch.stack([layer.saturation_counts for layer in layers]).sum(dim=0)
     return (counts[0] / counts[1].clamp(min=1)).item()
+
+
+def saturated_queries(decoders: Sequence[Decoder]) -> int:
+    """Numbers in queries that FP16 could not hold beside FP8 keys, since this was last asked."""
+    count = sum(decoder.num_saturated.item() for decoder in decoders)
+    for decoder in decoders:
+        decoder.num_saturated.zero_()
+    return int(count)

@@ -60,10 +60,13 @@ class Optimizer:
         parameters: {name: FP32 master}.
         config: the rule.
         num_updates: optimiser steps of the whole run, for the schedule.
+        fused: one kernel, which holds no temporary tensors; the last bits are its own.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, num_updates: int) -> None:
-        self.config, self.num_updates, self.update = config, num_updates, 0
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, num_updates: int, fused: bool = False
+    ) -> None:
+        self.config, self.num_updates, self.update, self.fused = config, num_updates, 0, fused
         self.parameters = dict(parameters)
         matrices = [p for p in self.parameters.values() if p.ndim > 1]
         vectors = [p for p in self.parameters.values() if p.ndim <= 1]
@@ -71,7 +74,8 @@ class Optimizer:
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.adam_eps)
+        betas = (config.beta1, config.beta2)
+        self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused)
 
     def step(self) -> dict[str, float]:
         """Clip the gradients, update the masters, clear the gradients.
@@ -116,7 +120,7 @@ class Optimizer:
         for parameter in self.parameters.values():
             state = self.adamw.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if self.fused else "cpu")
                 for name in ("exp_avg", "exp_avg_sq"):
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.attention import StoredKV
+from octavo.kernels.heads import no_transform
 from octavo.models.config import read_config
 from octavo.models.decoder import Decoder
 from octavo.models.modules import decoder_modules
@@ -51,7 +52,7 @@ def engine_cache(engine: Engine) -> LiveCache:
     """What the engine's cache makes of keys and values, written to its first slots, which nobody holds yet."""
     cache, probe = engine.cache, kv_probe(engine.decoder)
     slots = torch.arange(len(probe), device=engine.device)
-    cache.write(0, slots, probe, probe)
+    cache.write(0, slots, probe, probe, probe, no_transform(len(probe), probe.shape[2], engine.device))
     k, v = (
         StoredKV(values[0, : len(probe)], None if scale is None else scale[0, : len(probe)])
         for values, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))

@@ -145,6 +145,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
     )
+    policy.recompute_layers = config.trainer.recompute_layers
     display.line(describe(policy))
     folder = Path(config.model.path)
     if folder.is_dir() and (others := weight_files(folder)[1]):
@@ -264,7 +265,9 @@ def make_optimizer(run: Run) -> Optimizer:
     """AdamW over all masters of the policy."""
     trainer = run.config.trainer
     num_updates = policy_steps(run.config) * trainer.num_mini_batches
-    return Optimizer(dict(run.policy.named_parameters()), run.config.optimizer, num_updates)
+    parameters = dict(run.policy.named_parameters())
+    fused = all(parameter.is_cuda for parameter in parameters.values())
+    return Optimizer(parameters, run.config.optimizer, num_updates, fused)
 
 
 def policy_steps(config: TrainConfig, done: int = 0) -> int:

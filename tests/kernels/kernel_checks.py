@@ -28,7 +28,7 @@ def in_another_process(*arguments, **environment) -> str:
     """What a Python process prints that can import the tests of this folder."""
     settings = {
         **os.environ,
-        "PYTHONPATH": f"{REPO}:{REPO}/tests/kernels:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{REPO}:{REPO}/tests:{REPO}/tests/kernels:{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
         **environment,
     }

@@ -1,4 +1,4 @@
-"""Compiles the kernels of octavo.kernels.lm_head for sm_90, without a GPU, and prints what is in their PTX as JSON."""
+"""Compiles the kernels of lm_head and the sampler for sm_90, without a GPU; prints what is in their PTX as JSON."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.kernels import lm_head
+from octavo.kernels import lm_head, sampling
 
 SIZES = {"T": "i32", "V": "i32"}
 SUMS = {"largest_ptr": "*fp32", "weights_ptr": "*i32", "moments_ptr": "*fp32"}
@@ -32,12 +32,12 @@ def compiled(name: str, signature: dict[str, str], constants: dict[str, int], nu
     """How often each instruction of interest stands in the kernel's PTX, and its bytes of stack and shared memory."""
     divisible = [i for i, kind in enumerate(signature.values()) if kind[0] in "*i"]
     source = ASTSource(
-        fn=getattr(lm_head, name),
+        fn=getattr(sampling if name == "_draw_kernel" else lm_head, name),
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages, **lm_head._UNFUSED}
+    options = {"num_warps": num_warps, "num_stages": num_stages, **lm_head.UNFUSED}
     kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     counts = {text: kernel.asm["ptx"].count(text) for text in WANTED}
     return counts | {"stack": stack_bytes(kernel.asm["cubin"]), "shared": kernel.metadata.shared}
@@ -63,6 +63,20 @@ def multiplying(name: str, num_rows: int) -> dict:
     return compiled(name, operands | MULTIPLYING[name], {"BLOCK_T": block_t}, num_warps, num_stages)
 
 
+DRAW = {
+    "logits_ptr": "*fp32",
+    "largest_ptr": "*fp32",
+    "weights_ptr": "*i32",
+    "logsumexp_ptr": "*fp64",
+    "seed_ptr": "*i64",
+    "sequence_ptr": "*i64",
+    "position_ptr": "*i64",
+    "tokens_ptr": "*i64",
+    "logprobs_ptr": "*fp32",
+    "T": "i32",
+    "V": "i32",
+    "num_tiles": "i32",
+}
 COMBINE = SUMS | {"logsumexp_ptr": "*fp64", "entropy_ptr": "*fp32", "T": "i32", "num_tiles": "i32"}
 
 if __name__ == "__main__":
@@ -75,5 +89,6 @@ if __name__ == "__main__":
         "_grad_logits_kernel": multiplying("_grad_logits_kernel", 65),
         "_row_sums_kernel": compiled("_row_sums_kernel", {"logits_ptr": "*fp32"} | SIZES | SUMS, {"BLOCK_T": 4}, 4, 3),
         "_combine_kernel": compiled("_combine_kernel", COMBINE, {"ROWS": 8, "TILES": 256}, 8, 3),
+        "_draw_kernel": compiled("_draw_kernel", DRAW, {"TILES": 1024}, 4, 3),
     }
     json.dump(found, sys.stdout)

@@ -4,20 +4,28 @@ python tests/kernels/small_shapes.py [cuda | cpu]    # a CPU runs the references
 """
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_both, cast_columns, cast_rows, cast_tensor
+from octavo.kernels.heads import HeadTransform
 from octavo.kernels.logprobs import logits_from_hidden, sampling_weights, token_logprobs
 from octavo.kernels.norm import add_rms_norm_cast, rms_norm
 from octavo.kernels.operands import grid_operand
 from octavo.kernels.swiglu import swiglu, swiglu_backward_cast, swiglu_cast
+from octavo.layers.attention import PackedAttention
 from octavo.layers.linear import FP8Linear
+from octavo.models.config import read_config
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
+from octavo.rollout.kv_cache import KVCache, PagedAttention
+
+TINY = Path(__file__).parents[2] / "examples/tiny/model"
 
 
 def main(device: str) -> None:
-    """Casts, producers, linear layers of every recipe in decode and training, lm_head."""
+    """Casts, producers, linear layers of every recipe in decode and training, lm_head, attention."""
     torch.manual_seed(0)
 
     def random(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -51,6 +59,21 @@ def main(device: str) -> None:
         logprobs, _ = token_logprobs(hidden, weight.float().requires_grad_(), operand, tokens, 0.8)
         logprobs.sum().backward()
         sampling_weights(logits_from_hidden(hidden.detach(), operand))
+    for H, Hkv, Dh in ((4, 2, 64), (7, 1, 96)):
+        config = replace(read_config(TINY)[0], num_layers=1, num_heads=H, num_kv_heads=Hkv, head_dim=Dh)
+        angles, gains = torch.randn(71, Dh // 2, device=device), torch.ones(2, Dh, device=device, requires_grad=True)
+        counted = torch.zeros(1, dtype=torch.int64, device=device)
+        transform = HeadTransform(angles.cos(), angles.sin(), *gains, 1e-6, counted)
+        for kv_format in ("bf16", "fp8"):
+            heads = [random(71, n, Dh, grad=True) for n in (H, Hkv, Hkv)]
+            packed = PackedAttention(torch.tensor([0, 70, 70, 71], device=device), kv_format)
+            packed.attend(0, *heads, transform, 0.1).sum().backward()
+            cache, pages = KVCache(config, 10, 16, kv_format, device), torch.randperm(10, device=device).view(2, 5)
+            for firsts, counts in (([0, 0], [70, 1]), ([70, 1], [1, 1])):
+                T = sum(counts)
+                now = replace(transform, cos=transform.cos[:T], sin=transform.sin[:T])
+                with torch.no_grad():
+                    PagedAttention(cache, pages, firsts, counts).attend(0, *(x[:T] for x in heads), now, 0.1)
     if device == "cuda":
         torch.cuda.synchronize()
     print(f"every kernel ran on {device}")

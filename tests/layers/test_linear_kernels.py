@@ -166,3 +166,21 @@ def test_an_expanded_gradient_is_as_good_as_any(called, name, T):
     x, grad_y = make_batch(layer, T)[0], torch.ones((), dtype=torch.bfloat16).expand(T, 512)
     for mine, theirs in zip(run(layer, x, grad_y), run(layer, x, grad_y.contiguous()), strict=True):
         assert mine is theirs is None or torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_cuda_graph_reads_stays_where_it_is(called, name, shape):
+    K, projections = SHAPES[shape]
+    layer = make_layer(name, projections, bias=False, in_features=K)
+    before = layer.weight_operand()
+    old = before.decode().clone()
+    for _ in range(2):
+        with torch.no_grad():
+            layer.weight.normal_()
+        layer.requantize_()
+        after, anew = layer.weight_operand(), copy.deepcopy(layer).weight_operand()
+        assert after.values.data_ptr() == before.values.data_ptr()
+        assert after.scale is None or after.scale.data_ptr() == before.scale.data_ptr()
+        assert torch.equal(after.decode(), anew.decode()) and not torch.equal(after.decode(), old)
+        assert torch.equal(before.decode(), anew.decode())  # what was captured at first

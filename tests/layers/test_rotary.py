@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from octavo.layers.rotary import rotary_table, rotate
+from octavo.kernels.heads import rotate
+from octavo.layers.rotary import rotary_table
 from octavo.numerics.error import relative_error
 
 POSITIONS = 300

@@ -17,7 +17,7 @@ from tiny_models import (
 )
 
 from octavo.layers.attention import PackedAttention
-from octavo.layers.linear import FP8Linear
+from octavo.layers.linear import SCALE_STATE, FP8Linear
 from octavo.models.config import decoder_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
@@ -192,7 +192,7 @@ def test_requantize_writes_in_place():
     assert {name: buffer.data_ptr() for name, buffer in decoder.named_buffers()} == addresses
     for name, buffer in decoder.named_buffers():
         changed = not torch.equal(buffer.view(torch.uint8), old[name])
-        assert changed == (name not in ("cos", "sin")), name
+        assert changed == (name not in ("cos", "sin", "num_saturated")), name
 
 
 def test_a_decoder_that_is_moved_keeps_nothing_where_it_was():
@@ -289,6 +289,40 @@ def test_static_activation_scales_are_frozen_only_when_asked():
     frozen = layer.activation_scale.clone()
     decoder.freeze_activation_scales_()  # nothing was seen in between: the scale stays
     assert torch.equal(layer.activation_scale, frozen)
+
+
+@pytest.mark.parametrize("recipe", ["block128", "w8a16", "bf16", "tensorwise_static"])
+def test_layers_computed_again_give_the_same_bits_and_save_less(recipe):
+    found = []
+    for recompute in (False, True):
+        decoder = tiny_decoder(tiny_config("qwen3", num_hidden_layers=4), get_recipe(recipe))
+        decoder.recompute_layers, saved = recompute, 0
+        for block in decoder.blocks():
+            block.q_norm.weight.data *= 1e5  # beyond FP16: counted beside FP8 keys
+        decoder.requantize_()
+
+        def count(x):
+            nonlocal saved
+            saved += 0 if isinstance(x, torch.nn.Parameter) else x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            hidden = packed_hidden(decoder, SEQUENCES)
+        forward = saved
+        hidden.float().square().sum().backward()
+        gradients = {name: parameter.grad for name, parameter in decoder.named_parameters()}
+        state = {
+            name: value for name, value in decoder.named_buffers() if name.endswith((*SCALE_STATE, "num_saturated"))
+        }
+        found.append((hidden, gradients, state, forward))
+    (plain, gradients, state, bytes_plain), (again, *others, bytes_again) = found
+    assert torch.equal(plain, again) and bytes_again < bytes_plain / 5
+    assert (state["num_saturated"] > 0) == (get_recipe(recipe).kv_cache == "fp8")
+    for one, other in zip((gradients, state), others, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in one.items() if value is not None)
+    assert sum(value is not None for value in gradients.values()) > 20
+    assert (len(state) > 1) == (recipe == "tensorwise_static")
 
 
 def test_logits_need_no_neighbour():

@@ -10,6 +10,7 @@ from tiny_models import VOCAB, lay_end_to_end, mismatch, random_prompts, tiny_co
 
 from octavo.kernels.attention import attend
 from octavo.layers.attention import PackedAttention
+from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import get_recipe
 from octavo.rollout import kv_cache
 from octavo.rollout.engine import MAX_GROUP_SIZE, Engine, EngineConfig
@@ -134,7 +135,7 @@ def test_no_prompt_gives_no_completion():
     ],
 )
 def test_what_cannot_run_is_refused_before_it_runs(prompts, options, message, monkeypatch):
-    monkeypatch.setattr(Engine, "_step", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr(Decoder, "forward", lambda *_: pytest.fail("ran"))
     with pytest.raises(ValueError, match=message):
         generate(prompts, **options)
 

@@ -11,7 +11,6 @@ import torch
 from tiny_models import disturb_, mismatch, random_prompts, tiny_config, tiny_decoder
 
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
-from octavo.rollout import engine as engine_module
 from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.kv_cache import PagedAttention
 from octavo.rollout.sampler import SamplingConfig
@@ -254,15 +253,17 @@ def generate_damaged(monkeypatch, damage):
     originals = {name: buffer.clone() for name, buffer in decoder.named_buffers()}
     steps = itertools.count()
 
-    def build_context(cache, page_table, first_positions, num_new):
+    make = PagedAttention.__init__
+
+    def build_context(self, cache, page_table, first_positions, num_new):
         if next(steps) == STEP and damage is not None:
             damage(decoder, cache, page_table)
-        return PagedAttention(cache, page_table, first_positions, num_new)
+        make(self, cache, page_table, first_positions, num_new)
 
     prompts = random_prompts(0, 3, 16, 30)
     engine = Engine(decoder, EngineConfig(page_size=8, kv_cache_tokens=512), ())
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "PagedAttention", build_context)
+        patch.setattr(PagedAttention, "__init__", build_context)
         completions = engine.generate(prompts, SamplingConfig(), max_completion_tokens=24, group_size=2)
     assert next(steps) == 25, "the whole batch decodes together"
     with torch.no_grad():

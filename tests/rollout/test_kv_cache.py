@@ -7,6 +7,7 @@ import torch
 from tiny_models import tiny_config
 
 from octavo.kernels.attention import packed_attention, store_kv
+from octavo.kernels.heads import no_transform
 from octavo.models.config import decoder_config
 from octavo.numerics.fp8 import E4M3
 from octavo.rollout.kv_cache import KVCache, PageAllocator, PagedAttention
@@ -17,6 +18,14 @@ DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 def make_cache(kv_format, num_pages=11, page_size=4):
     return KVCache(decoder_config(tiny_config("llama")), num_pages, page_size, kv_format)
+
+
+def write(cache, layer, slots, k, v):
+    cache.write(layer, slots, torch.zeros(len(k), H, DH, dtype=k.dtype), k, v, no_transform(len(k), DH))
+
+
+def attend(context, q, k, v):
+    return context.attend(1, q, k, v, no_transform(len(q), DH), DH**-0.5)
 
 
 def as_bytes(x):
@@ -76,7 +85,7 @@ def test_what_is_read_is_what_was_quantised(kv_format):
     slots = torch.tensor([43, 0, 17, 18, 5, 30])  # any order, any page
     for layer in range(LAYERS):
         k, v = random_kv(kv_format, len(slots))
-        cache.write(layer, slots, k, v)
+        write(cache, layer, slots, k, v)
         k_hat, v_hat = cache.read(layer, slots.view(2, 3))
         for x, hat in ((k, k_hat), (v, v_hat)):
             assert hat.dtype == DTYPES[kv_format]
@@ -94,9 +103,9 @@ def test_a_write_touches_its_own_slots_and_layer_only(kv_format):
     everything = torch.arange(44)
     contents = [random_kv(kv_format, 44) for _ in range(LAYERS)]
     for layer, (k, v) in enumerate(contents):
-        cache.write(layer, everything, k, v)
+        write(cache, layer, everything, k, v)
     before = [[x.clone() for x in cache.read(layer, everything[None])] for layer in range(LAYERS)]
-    cache.write(1, torch.tensor([9, 40]), *random_kv(kv_format, 2))
+    write(cache, 1, torch.tensor([9, 40]), *random_kv(kv_format, 2))
     after = [cache.read(layer, everything[None]) for layer in range(LAYERS)]
     for layer in range(LAYERS):
         for old, new in zip(before[layer], after[layer], strict=True):
@@ -107,7 +116,7 @@ def test_a_write_touches_its_own_slots_and_layer_only(kv_format):
 def test_fp8_keeps_one_power_of_two_scale_per_token_and_head():
     cache = make_cache("fp8")
     k, v = random_kv("fp8", 6)
-    cache.write(0, torch.arange(6), k, v)
+    write(cache, 0, torch.arange(6), k, v)
     assert cache.k.dtype == cache.v.dtype == E4M3
     for x, scale in ((k, cache.k_scale), (v, cache.v_scale)):
         largest = x.float().abs().amax(dim=-1)
@@ -158,12 +167,12 @@ def test_paged_attention_equals_packed_attention_bit_for_bit(kv_format, page_siz
         if stored:
             context = PagedAttention(cache, table[row : row + 1], [0], [stored])
             rows = slice(int(cu_seqlens[row]), int(cu_seqlens[row]) + stored)
-            assert torch.equal(context.attend(1, q[rows], k[rows], v[rows], DH**-0.5), wanted[rows])
+            assert torch.equal(attend(context, q[rows], k[rows], v[rows]), wanted[rows])
     context = PagedAttention(cache, table, [stored for stored, _, _ in batch], [new for _, new, _ in batch])
     new_rows = torch.cat(
         [torch.arange(int(cu_seqlens[i]) + stored, int(cu_seqlens[i + 1])) for i, (stored, _, _) in enumerate(batch)]
     )
-    out = context.attend(1, q[new_rows], k[new_rows], v[new_rows], DH**-0.5)
+    out = attend(context, q[new_rows], k[new_rows], v[new_rows])
     assert torch.isfinite(wanted).all() and wanted.abs().max() > 0.1
     assert torch.equal(out, wanted[new_rows])
     wanted_positions = [p for stored, new, _ in batch for p in range(stored, stored + new)]

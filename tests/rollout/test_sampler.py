@@ -47,6 +47,13 @@ def test_uniform_bits_keeps_its_values(key, bits):
     assert uniform_bits(*key) == bits
 
 
+def test_a_seed_keeps_its_bits_in_a_tensor():
+    for seed in (0, 5, -5, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 2**64 + 7):
+        held = torch.tensor([sampler.signed(seed)])
+        assert uniform_bits(int(held), 3, 4) == uniform_bits(seed, 3, 4)
+    assert sampler.signed(2**64 - 1) == -1 and sampler.signed(2**63) == -(2**63)
+
+
 def test_uniform_bits_are_distinct_and_even():
     keys = [(seed, sequence, position) for seed in range(8) for sequence in range(60) for position in range(100)]
     values = [uniform_bits(*key) for key in keys]

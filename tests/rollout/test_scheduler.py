@@ -15,8 +15,11 @@ class Simulation:
     written, or written for another prompt cannot go unnoticed.
     """
 
-    def __init__(self, scheduler: Scheduler, rng: random.Random, stop_share: float = 0.05) -> None:
+    def __init__(
+        self, scheduler: Scheduler, rng: random.Random, stop_share: float = 0.05, decode_steps: int = 1
+    ) -> None:
         self.scheduler, self.rng, self.stop_share = scheduler, rng, stop_share
+        self.decode_steps, self.num_steps = decode_steps, 0
         self.slots: dict[int, tuple[int, ...]] = {}
         self.sequences: list[Sequence] = []
         self.finished: list[Sequence] = []
@@ -46,17 +49,31 @@ class Simulation:
         self.was_prefill = batch[0] in waiting
         self._check_pages(batch)
         self.max_running = max(self.max_running, len(queue.running))
-        for sequence in batch:
-            self._compute(sequence)
+        decodes = not any(sequence.is_new for sequence in batch)
+        steps = queue.steps_ahead(batch, self.decode_steps) if decodes else 1
+        assert 1 <= steps <= self.decode_steps
+        self.num_steps += steps
+        reasons = {sequence: self._sample(sequence, steps) for sequence in batch}
         queue.stored(batch)
-        for sequence in batch:
-            assert sequence.num_stored == len(sequence.tokens)
-            sequence.completion.append(self.rng.randrange(50))
-            stopped = self.rng.random() < self.stop_share
-            if stopped or len(sequence.completion) == sequence.max_completion_tokens:
-                queue.finish(sequence, "stop" if stopped else "length")
+        for sequence, reason in reasons.items():
+            assert sequence.num_stored == len(sequence.tokens) - 1
+            assert len(sequence.pages) <= -(-sequence.longest // queue.page_size)
+            if reason:
+                queue.finish(sequence, reason)
                 self.finished.append(sequence)
         return True
+
+    def _sample(self, sequence: Sequence, steps: int) -> str:
+        """Tokens of so many steps, or up to the end of the sequence; why it ended."""
+        for _ in range(steps):
+            self._compute(sequence)
+            sequence.num_stored = len(sequence.tokens)
+            sequence.completion.append(self.rng.randrange(50))
+            if self.rng.random() < self.stop_share:
+                return "stop"
+            if len(sequence.completion) == sequence.max_completion_tokens:
+                return "length"
+        return ""
 
     def run(self) -> None:
         limit = 20 * sum(s.max_completion_tokens for s in self.sequences) + 100

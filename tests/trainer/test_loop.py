@@ -81,6 +81,11 @@ def test_the_same_config_gives_the_same_run(finished, tmp_path):
     assert without_times(again) == without_times(finished[1])
 
 
+def test_layers_computed_again_change_no_number_of_a_run(finished, tmp_path):
+    again = run_lines(tiny_config(tmp_path / "c", trainer__recompute_layers=True))
+    assert without_times(again) == without_times(finished[1])
+
+
 def test_saved_config_is_complete_and_reads_back(finished):
     config, _, folder = finished
     saved = yaml.safe_load((folder / "config.yaml").read_text())

@@ -35,6 +35,26 @@ def test_first_step_moves_by_lr_and_decays_matrices_only():
     assert optimizer.update == 1 and matrix.grad is None
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_fused_kernel_computes_the_same_updates(resumed):
+    found = []
+    for fused in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(300, 7, generator=generator))
+        optimizer = Optimizer({"weight": weight}, OptimizerConfig(lr=0.1, weight_decay=0.1), 3, fused=fused)
+        if resumed:  # moments made before the first update, as a checkpoint's are read into
+            moments = optimizer.moments()
+            moments["weight.exp_avg"].fill_(0.01)
+            moments["weight.exp_avg_sq"].fill_(0.001)
+            moments["weight.step"].fill_(5.0)
+        for _ in range(3):
+            weight.grad = torch.randn(300, 7, generator=generator)
+            optimizer.step()
+        assert optimizer.moments()["weight.step"] == (8.0 if resumed else 3.0)
+        found.append(weight.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_are_scaled_to_the_largest_norm():
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = Optimizer({"weight": weight}, OptimizerConfig(lr=1.0, max_grad_norm=1.0, adam_eps=1.0), 1)

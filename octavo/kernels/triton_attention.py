@@ -1,0 +1,150 @@
+"""Attention on a GPU: which queries share a tile, and the launch of the forward kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.attention_kernels import KV_BLOCK, LOG2_E, attention_kernel
+from octavo.kernels.triton_shim import on_gpu, triton
+
+DECODE_ROWS = 16
+"""Of a tile, where a query's heads fit and each sequence has one query."""
+PREFILL_ROWS = 64
+FEW_PROGRAMS = 512
+"""Fewer programs of DECODE_ROWS than this get two warps each."""
+UNFUSED = {"enable_fp_fusion": False}
+"""A product and a sum are two roundings everywhere: blocks that all rows see and others are compiled apart."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Which queries a program of the forward kernel takes."""
+
+    table: Tensor
+    """[tiles, 4] int32: first packed query, number of queries, position of the first, sequence."""
+    rows: int
+    """Of a tile: queries times the query heads of a KV head, 16, 64 or 128."""
+
+
+class PackedTiles(NamedTuple):
+    """Tiles of packed sequences."""
+
+    queries: Tiles
+    """For the forward pass and dQ."""
+    keys: Tiles
+    """Of KV_BLOCK keys, those with most queries first, for dK and dV."""
+
+
+def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int) -> PackedTiles:
+    """Tiles of sequences laid end to end."""
+    keys = tiles_of(cu_seqlens, None, num_tokens, 1, KV_BLOCK)
+    queries = tiles_of(cu_seqlens, None, num_tokens, heads_per_kv_head, PREFILL_ROWS)
+    return PackedTiles(queries, Tiles(keys.table.flip(0), KV_BLOCK))
+
+
+def tiles_of(
+    boundaries: Tensor, first_positions: Tensor | None, num_queries: int, heads_per_kv_head: int, rows: int
+) -> Tiles:
+    """Tiles of a ragged batch, those with most keys first. Made on the device of the batch, without waiting for it.
+
+    Args:
+        boundaries: [N + 1] int64, where each sequence's queries lie packed, from 0 to `num_queries`.
+        first_positions: [N] int64, position of each sequence's first query; None for all 0.
+        num_queries: packed queries.
+        heads_per_kv_head: rows that a query takes.
+        rows: of a tile.
+    """
+    if heads_per_kv_head > rows:
+        raise ValueError(
+            f"attention on a GPU takes at most {rows} query heads for each KV head in a tile of {rows} rows; "
+            f"got {heads_per_kv_head}"
+        )
+    queries = rows // heads_per_kv_head
+    num_sequences = max(len(boundaries) - 1, 0)
+    counts = boundaries.diff()
+    last = ((counts + queries - 1) // queries).cumsum(0)  # one past the last tile of each sequence
+    index = torch.arange(num_queries // queries + num_sequences, device=boundaries.device)
+    sequence = torch.searchsorted(last, index, right=True).clamp(max=max(num_sequences - 1, 0))
+    if num_sequences == 0:
+        return Tiles(torch.empty(0, 4, dtype=torch.int32, device=boundaries.device), rows)
+    tiles_before = torch.nn.functional.pad(last, (1, 0))[sequence]
+    start = (index - tiles_before) * queries
+    size = (counts[sequence] - start).clamp(0, queries)
+    position = start if first_positions is None else first_positions[sequence] + start
+    table = torch.stack([boundaries[sequence] + start, size, position, sequence], dim=1)
+    table *= (size > 0)[:, None]  # a tile that is not needed has no queries and sees no keys
+    return Tiles(table[torch.argsort(table[:, 2], descending=True)].int(), rows)
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    tiles: Tiles,
+    softmax_scale: float,
+    page_table: Tensor | None = None,
+    page_size: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of each query over the keys of its sequence up to its own position.
+
+    Args:
+        q: [T, H, Dh] bf16, contiguous.
+        k, v: [slots, Hkv, Dh] e4m3 or bf16, contiguous; packed beside the queries where there is no page table.
+        k_scale, v_scale: [slots, Hkv] fp32 powers of two, or None where k and v are bf16.
+        tiles: of `tiles_of`.
+        softmax_scale: multiplies the scores.
+        page_table: [N, pages] int, pages of each sequence in order.
+        page_size: tokens in a page.
+
+    Returns:
+        [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
+    """
+    (T, H, Dh), Hkv = q.shape, k.shape[1]
+    out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
+    num_programs = Hkv * len(tiles.table)
+    if T:
+        attention_kernel[(num_programs,)](
+            q,
+            k,
+            v,
+            k_scale if k_scale is not None else q,
+            v_scale if v_scale is not None else q,
+            out,
+            logsumexp,
+            tiles.table,
+            tiles.table if page_table is None else page_table,
+            softmax_scale * LOG2_E,
+            0 if page_table is None else page_table.stride(0),
+            H=H,
+            HKV=Hkv,
+            DH=Dh,
+            BLOCK_D=block_width(Dh),
+            ROWS=tiles.rows,
+            PAGE=page_size,
+            FP8=k_scale is not None,
+            num_warps=num_warps(tiles.rows, num_programs),
+            num_stages=3,
+            **UNFUSED,
+        )
+    return out, logsumexp
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether attention over queries or a cache like x runs as a kernel: on a GPU, except in FP32."""
+    return on_gpu(x, "attention") and x.dtype != torch.float32
+
+
+def num_warps(rows: int, num_programs: int) -> int:
+    """Warps that share a tile. The bits are the same for any."""
+    return max(1, rows // 16) if rows > DECODE_ROWS or num_programs >= FEW_PROGRAMS else 2
+
+
+def block_width(head_dim: int) -> int:
+    """Columns that a kernel holds of a head: those beyond it are zeros, which add nothing to a product."""
+    return max(16, triton.next_power_of_2(head_dim))

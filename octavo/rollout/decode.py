@@ -1,0 +1,178 @@
+"""Decode steps in a row for one batch of sequences, in buffers that stay where they are.
+
+Several steps run before the host looks: each takes the token that the one before it sampled. A sequence that ends in
+between computes its last token again until then, which changes nothing. Where a step lies in a CUDA graph
+(`rollout.cuda_graph`), the batch is padded to a size that has one with copies of its first sequence, which compute and
+write what that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from octavo.layers.linear import SCALE_STATE, quantized_layers
+from octavo.models.decoder import Decoder
+from octavo.rollout.cuda_graph import GraphedSteps, padded_size
+from octavo.rollout.kv_cache import KVCache, PagedAttention
+from octavo.rollout.sampler import SamplingConfig, draw, looks_at_host, signed
+from octavo.rollout.scheduler import Sequence as Running
+
+Step = Callable[[int], None]
+"""One decode step of the first so many rows."""
+
+
+class DecodeBuffers:
+    """What decode steps read and write, a row a sequence.
+
+    Args:
+        cache: whose pages the sequences hold.
+        max_sequences: rows.
+        max_tokens: of the longest sequence.
+        max_steps: most steps in a row.
+    """
+
+    def __init__(self, cache: KVCache, max_sequences: int, max_tokens: int, max_steps: int) -> None:
+        device, self.scratch_page = cache.k.device, cache.scratch_page
+        num_pages = -(-max_tokens // cache.page_size)
+        self.page_table = torch.full((max_sequences, num_pages), self.scratch_page, dtype=torch.int32, device=device)
+        """[B, pages] int32, pages of each sequence in order."""
+        self.tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        """[B] int64, the last token of each sequence, which the next step runs."""
+        self.positions = torch.zeros_like(self.tokens)
+        """[B] int64, its position."""
+        self.last_positions = torch.zeros_like(self.tokens)
+        """[B] int64, position of the last token that the sequence may have."""
+        self.sequence_ids = torch.zeros_like(self.tokens)
+        """[B] int64, key of the random numbers."""
+        self.running = torch.zeros(max_sequences, dtype=torch.bool, device=device)
+        """[B] bool, whether the sequence goes on."""
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        """[1] int64."""
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        """[1] int64, steps done."""
+        self.sampled = torch.zeros(max_steps, max_sequences, dtype=torch.int64, device=device)
+        """[steps, B] int64, tokens in the order of the steps."""
+        self.logprobs = torch.zeros(max_steps, max_sequences, device=device)
+        """[steps, B] fp32, their log-probabilities."""
+
+    def clear(self) -> None:
+        """No sequence: a step now writes to the scratch page."""
+        self.page_table.fill_(self.scratch_page)
+        for buffer in (self.tokens, self.positions, self.last_positions, self.running, self.step):
+            buffer.zero_()
+
+    def fill(self, sequences: Sequence[Running], seed: int, size: int) -> None:
+        """Put sequences into the first rows, and copies of the first into those up to `size`."""
+        self.clear()
+        rows = [*sequences, *[sequences[0]] * (size - len(sequences))]
+        longest = max(len(sequence.pages) for sequence in rows)
+        pages = np.full((size, longest), self.scratch_page, dtype=np.int32)
+        for row, sequence in enumerate(rows):
+            pages[row, : len(sequence.pages)] = sequence.pages
+        self.page_table[:size, :longest] = torch.from_numpy(pages)
+        values = [(s.tokens[-1], s.num_tokens - 1, s.longest - 1, s.sequence_id) for s in rows]
+        buffers = (self.tokens, self.positions, self.last_positions, self.sequence_ids)
+        for buffer, column in zip(buffers, torch.tensor(values).T, strict=True):
+            buffer[:size] = column
+        self.running[:size] = True
+        self.seed.fill_(signed(seed))
+
+
+class DecodeSteps:
+    """Runs decode steps of a decoder, as CUDA graphs where they are wanted.
+
+    Args:
+        decoder: what is run.
+        cache: of its keys and values.
+        stop_token_ids: each ends a sequence.
+        max_sequences, max_tokens, max_steps: as for `DecodeBuffers`.
+        graphs: run steps as CUDA graphs; the numbers are the same without.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        stop_token_ids: Sequence[int],
+        *,
+        max_sequences: int,
+        max_tokens: int,
+        max_steps: int,
+        graphs: bool,
+    ) -> None:
+        self.decoder, self.cache, self.graphs = decoder, cache, graphs
+        rows = padded_size(max_sequences) if graphs else max_sequences
+        self.buffers = DecodeBuffers(cache, rows, max_tokens, max_steps)
+        self.stop_tokens = torch.tensor(sorted(stop_token_ids), dtype=torch.int64, device=cache.k.device)
+        self._graphed: dict[float, GraphedSteps] = {}
+
+    def run(
+        self, sequences: Sequence[Running], num_steps: int, sampling: SamplingConfig, seed: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Sample `num_steps` tokens for each sequence; what follows a sequence's end is to be ignored.
+
+        Args:
+            sequences: with pages for their tokens so far and `num_steps - 1` more, or up to their end.
+            num_steps: at most `max_steps`.
+            sampling: how tokens are drawn.
+            seed: of the random numbers.
+
+        Returns:
+            Tokens and log-probabilities, a list a step of a value a sequence.
+
+        Raises:
+            NonFiniteLogits: those of a sequence that had not ended are not finite.
+        """
+        step, size = self._step_of(sampling), len(sequences)
+        if self.graphs and not looks_at_host(sampling):
+            if sampling.temperature not in self._graphed:
+                self._graphed[sampling.temperature] = GraphedSteps(step, self._harmless)
+            step, size = self._graphed[sampling.temperature], padded_size(size)
+            step.prepare(size)
+        self.buffers.fill(sequences, seed, size)
+        for _ in range(num_steps):
+            step(size)
+        n = len(sequences)
+        tokens, logprobs = self.buffers.sampled[:num_steps, :n].cpu(), self.buffers.logprobs[:num_steps, :n].cpu()
+        return tokens.tolist(), logprobs.tolist()
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Steps in here write to the scratch page alone, and static activation scales do not learn from them."""
+        state = [
+            buffer
+            for layer in quantized_layers(self.decoder)
+            for name, buffer in layer.named_buffers()
+            if name in SCALE_STATE
+        ]
+        before = [buffer.clone() for buffer in state]
+        self.buffers.clear()
+        try:
+            yield
+        finally:
+            self.buffers.clear()
+            for buffer, value in zip(state, before, strict=True):
+                buffer.copy_(value)
+
+    def _step_of(self, sampling: SamplingConfig) -> Step:
+        buffers = self.buffers
+
+        def step(size: int) -> None:
+            tokens, positions, running = (x[:size] for x in (buffers.tokens, buffers.positions, buffers.running))
+            context = PagedAttention.decode(self.cache, buffers.page_table[:size], positions)
+            hidden = self.decoder(tokens, positions, context)
+            logits = self.decoder.logits(hidden, sampling.temperature or 1.0)
+            drawn, logprobs = draw(logits, buffers.seed, buffers.sequence_ids[:size], positions + 1, sampling)
+            buffers.sampled[:, :size].index_copy_(0, buffers.step, drawn[None])
+            buffers.logprobs[:, :size].index_copy_(0, buffers.step, logprobs[None])
+            buffers.step += 1
+            ended = (drawn[:, None] == self.stop_tokens).any(dim=1) | (positions + 1 >= buffers.last_positions[:size])
+            running &= ~ended
+            tokens.copy_(torch.where(running, drawn, tokens))
+            positions += running
+
+        return step

@@ -1,0 +1,112 @@
+"""Compiles the kernels of attention for sm_90, without a GPU, and prints what is in each as JSON.
+
+python tests/kernels/attention_aot.py [all]    # all: every variant, not the ones alone that a test has the time for
+"""
+
+import json
+import re
+import sys
+from functools import partial
+from itertools import product
+
+from lm_head_aot import stack_bytes
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from octavo.kernels import attention_kernels, backward_kernels, heads_kernels
+from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
+from octavo.kernels.heads import TOKENS
+from octavo.kernels.triton_attention import FEW_PROGRAMS, UNFUSED, block_width, num_warps
+
+WANTED = ("wgmma.mma_async", "mma.sync", "f32.bf16.bf16", "f32.f16.f16", "atom")
+SCALES = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
+ROWS = {"logsumexp_ptr": "*fp32", "delta_ptr": "*fp32"}
+
+
+def compiled(kernel, signature, constants, **options):
+    """How often each instruction of interest stands in the kernel's PTX, its bytes of stack and shared memory, and how
+    many neighbouring columns of an operand each thread gives to a product, which decides in what order they add up."""
+    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+    result = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    counts = {text: result.asm["ptx"].count(text) for text in WANTED}
+    together = sorted({int(width) for width in re.findall(r"kWidth = (\d+)", result.asm["ttgir"])})
+    return counts | {"together": together, "stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
+
+
+def shape(head_dim, heads=32, kv_heads=8):
+    return {"H": heads, "HKV": kv_heads, "DH": head_dim, "BLOCK_D": block_width(head_dim)}
+
+
+def forward(rows, head_dim, page_size, fp8, num_programs=FEW_PROGRAMS):
+    """`attention_kernel` as it is launched for this many programs."""
+    stored = "*fp8e4nv" if fp8 else "*bf16"
+    signature = {"q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, **SCALES, "out_ptr": "*bf16"}
+    signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i64", "factor": "fp32"}
+    constants = shape(head_dim) | {"ROWS": rows, "PAGE": page_size, "FP8": fp8}
+    options = {"num_warps": num_warps(rows, num_programs), "num_stages": 3, **UNFUSED}
+    return compiled(attention_kernels.attention_kernel, signature | {"stride_table": "i32"}, constants, **options)
+
+
+def backward(name, head_dim):
+    """`grad_q` or `grad_kv`."""
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "d_out_ptr"), "*bf16") | ROWS
+    if name == "grad_q":
+        signature |= {"grad_q_ptr": "*bf16", "tiles_ptr": "*i32", "softmax_scale": "fp32"}
+        kernel, constants = backward_kernels.grad_q_kernel, shape(head_dim) | {"ROWS": 64}
+    else:
+        signature |= {"grad_k_ptr": "*bf16", "grad_v_ptr": "*bf16", "tiles_ptr": "*i32", "boundaries_ptr": "*i64"}
+        signature |= {"softmax_scale": "fp32"}
+        kernel, constants = backward_kernels.grad_kv_kernel, shape(head_dim)
+    return compiled(kernel, signature, constants, **launch_options(name, head_dim))
+
+
+def delta(head_dim):
+    signature = {"out_ptr": "*bf16", "d_out_ptr": "*bf16", "delta_ptr": "*fp32", "num_rows": "i32"}
+    constants = {"R": DELTA_ROWS, "DH": head_dim, "BLOCK_D": block_width(head_dim)}
+    return compiled(backward_kernels.delta_kernel, signature, constants, num_warps=4)
+
+
+def heads(head_dim, norm, slots, fp8):
+    """`heads_kernel`."""
+    stored = "*fp8e4nv" if fp8 else "*bf16"
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
+    signature |= dict.fromkeys(("stride_q", "stride_k", "stride_v"), "i32")
+    signature |= dict.fromkeys(("q_gain_ptr", "k_gain_ptr", "cos_ptr", "sin_ptr"), "*fp32") | {"slots_ptr": "*i64"}
+    signature |= {"q_out_ptr": "*bf16", "k_out_ptr": stored, "v_out_ptr": stored, **SCALES}
+    signature |= {"inverse_ptr": "*fp32", "saturated_ptr": "*i64", "T": "i32"}
+    constants = shape(head_dim) | {"R": TOKENS, "BITS": 23, "NORM_EPS": 1e-6, "NORM": norm, "SLOTS": slots, "FP8": fp8}
+    return compiled(heads_kernels.heads_kernel, signature, constants, num_warps=4, **UNFUSED)
+
+
+def every_variant():
+    """Name and compilation of each kernel for each width, KV format and way to lie in memory."""
+    for width in (64, 96, 128):
+        for kv_format, fp8 in (("bf16", False), ("fp8", True)):
+            yield f"decode {kv_format} {width}", partial(forward, 16, width, 16, fp8)
+            yield f"decode {kv_format} few {width}", partial(forward, 16, width, 16, fp8, 1)
+            yield f"prefill {kv_format} {width}", partial(forward, 64, width, 16, fp8)
+            yield f"packed {kv_format} {width}", partial(forward, 64, width, 0, fp8)
+            for norm, slots in product((False, True), repeat=2):
+                name = f"heads {kv_format} {width}{' norm' if norm else ''}{' slots' if slots else ''}"
+                yield name, partial(heads, width, norm, slots, fp8)
+        yield f"grad_q bf16 {width}", partial(backward, "grad_q", width)
+        yield f"grad_kv bf16 {width}", partial(backward, "grad_kv", width)
+        yield f"delta bf16 {width}", partial(delta, width)
+
+
+SOME = (
+    *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
+    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96"),
+)
+"""Every kernel and width once at least."""
+
+if __name__ == "__main__":
+    chosen = every_variant() if sys.argv[1:] == ["all"] else (v for v in every_variant() if v[0] in SOME)
+    json.dump({name: make() for name, make in chosen}, sys.stdout)
