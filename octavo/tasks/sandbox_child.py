@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -72,7 +73,8 @@ def start(config: dict, parts: dict, status: int, stdin: int, stdout: int, *conn
             os.write(status, f"{os.getpid()} this kernel does not allow it: {error}\n".encode())
             os._exit(1)
         call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    os.write(status, f"{os.getpid()} ready\n".encode())
+        config["root"] = tempfile.mkdtemp(prefix="octavo-program-")
+    os.write(status, f"{os.getpid()} ready {'' if isolated else config['root']}\n".encode())
     waiting, alive = os.pipe()
     uid = FIRST_PRIVATE_UID + os.getpid()
     child = os.fork()

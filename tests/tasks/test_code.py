@@ -1,10 +1,13 @@
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from octavo.tasks.code import CheckCode, extract_program
 from octavo.tasks.problem import Problem
-from octavo.tasks.sandbox import Limits, Sandbox, refusal
+from octavo.tasks.sandbox import ALLOW_UNISOLATED, Limits, Sandbox, _mount_point, refusal
+from octavo.tasks.verifiers import VerifierConfig, VerifierPool
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"no sandbox here: {refusal()}")
 CHECK = CheckCode(timeout_s=1.0, limits=Limits(memory_mb=512))
@@ -194,7 +197,37 @@ def test_extract_program(text, expected):
     assert extract_program(DOUBLE, text) == expected
 
 
-def test_a_sandbox_says_why_there_is_none(monkeypatch):
-    monkeypatch.setattr("octavo.tasks.sandbox._visible", lambda: ["/no/such/folder/\x00"])
-    with pytest.raises((OSError, ValueError)):
+@pytest.fixture
+def refusing(monkeypatch):
+    """A kernel that refuses isolation."""
+    monkeypatch.setattr("octavo.tasks.sandbox._visible", lambda: ["/no/such/folder"])
+
+
+def test_a_sandbox_says_why_there_is_none(refusing):
+    with pytest.raises(OSError, match="no sandbox: this kernel does not allow it: .*mount: No such file"):
         Sandbox("program", [], Limits())
+
+
+def test_without_isolation_programs_still_have_limits_and_leave_nothing(refusing, monkeypatch):
+    monkeypatch.setenv(ALLOW_UNISOLATED, "1")
+    before = set(Path(tempfile.gettempdir()).glob("octavo-program-*"))
+    daemon = (
+        "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(60)\n"
+    )
+    for program, outcome in (
+        ("open('f', 'w').write('x')\ndef double(x): return x * 2", "correct"),
+        ("def double(x): return x", "wrong"),
+        ("while True: pass", "timeout"),
+        (daemon + "def double(x): return x * 2", "correct"),
+    ):
+        assert CHECK(DOUBLE, fenced(program)).outcome == outcome
+    assert set(Path(tempfile.gettempdir()).glob("octavo-program-*")) == before
+
+
+def test_sandboxes_leave_no_folder_even_where_their_process_is_killed():
+    folders = set(Path(tempfile.gettempdir()).glob("octavo-*"))
+    with VerifierPool(VerifierConfig(num_workers=1, timeout_s=0.5), modules=()) as pool:
+        for program in ("while True: pass", "import os\nos._exit(0)"):
+            pool.submit(CheckCode(), DOUBLE, fenced(program)).result()
+    assert set(Path(tempfile.gettempdir()).glob("octavo-*")) <= folders | {Path(_mount_point())}
+    assert not list(Path(_mount_point()).iterdir())
