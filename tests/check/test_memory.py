@@ -14,6 +14,9 @@ from octavo.trainer.config_file import from_dict
 
 BASE = {"output_dir": "runs/x", "model": {"path": "x"}, "task": {"type": "arithmetic"}}
 
+SMALL = ("cos", "sin", "scale", "bias_hp", "num_saturated")
+"""Buffers that the estimate leaves out."""
+
 
 def size(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -32,8 +35,7 @@ def test_parts_are_the_bytes_of_a_decoder(family, recipe, tied):
     assert estimate.num_parameters == sum(p.numel() for p in parameters)
     assert estimate.parts["FP32 masters"] == size(parameters)
     assert estimate.model_bytes == estimate.num_parameters * decoder.dtype.itemsize
-    small = ("cos", "sin", "scale", "bias_hp", "num_saturated")
-    buffers = [b for name, b in decoder.named_buffers() if not name.endswith(small)]
+    buffers = [b for name, b in decoder.named_buffers() if not name.endswith(SMALL)]
     assert estimate.parts[f"{recipe} bytes"] == size(buffers)
 
     decoder._head_operand()
@@ -65,7 +67,7 @@ def test_a_rollout_of_its_own_adds_its_bytes_and_sets_the_cache():
     run = from_dict(TrainConfig, {**BASE, "precision": precision}, "test")
     estimate = estimate_memory(run, decoder_config(config), two_forwards=True)
     twin = tiny_decoder(config, run.precision.rollout_recipe())
-    stored = [b for name, b in twin.named_buffers() if not name.endswith(("cos", "sin", "scale", "bias_hp"))]
+    stored = [b for name, b in twin.named_buffers() if not name.endswith(SMALL)]
     twin._head_operand()
     operands = [layer.weight_operand().values for layer in quantized_layers(twin)]
     assert estimate.parts["the rollout's own bytes"] == size([*stored, *operands, twin._head[1].values])
@@ -84,7 +86,7 @@ def test_a_critic_adds_its_masters_moments_and_bytes(recipe, tied):
     critic = Critic(tiny_decoder(config, get_recipe(recipe)))
     parameters = list(critic.parameters())
     assert estimate.num_critic_parameters == sum(p.numel() for p in parameters)
-    stored = [b for name, b in critic.named_buffers() if not name.endswith(("cos", "sin", "scale", "bias_hp"))]
+    stored = [b for name, b in critic.named_buffers() if not name.endswith(SMALL)]
     layers = quantized_layers(critic)
     prepared = [layer.weight_operand().values for layer in layers]
     prepared += [layer.backward_weight() for layer in layers if layer.quantized]
