@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
-from octavo.rollout.sampler import uniform_bits
+from octavo.rollout.counter import uniform_bits
 from octavo.tasks.answers import extract_answer
 from octavo.tasks.problem import Problem, Task
 from octavo.tasks.verdict import Verdict, judged
