@@ -126,9 +126,9 @@ def forward_bytes(shape: DecoderConfig, recipe: Recipe, on_gpu: bool) -> Forward
 
 
 def kv_cache_bytes(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> int:
-    """Keys and values of every slot, and the scales of an FP8 cache."""
+    """Keys and values of every slot, those of the scratch page too, and the scales of an FP8 cache."""
     engine = config.rollout.engine
-    slots = engine.kv_cache_tokens // engine.page_size * engine.page_size
+    slots = (engine.kv_cache_tokens // engine.page_size + 1) * engine.page_size
     per_head = shape.head_dim * FORMAT_BYTES[recipe.kv_cache] + (4 if recipe.kv_cache == "fp8" else 0)
     return 2 * shape.num_layers * slots * shape.num_kv_heads * per_head
 

@@ -285,11 +285,11 @@ def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
         session.run.policy.requantize_()
         return evaluate_pending(session)
 
-    def break_rollout(run, problems, seed, first_index):
+    def break_rollout(run, problems, seed, first_index, on_completion):
         if broken == "rollout" and seed == run.seed(TRAINING, 1):
             run.policy.layers[0].o_proj.weight.data[0, 0] = torch.nan
             run.policy.requantize_()
-        return sample(run, problems, seed, first_index)
+        return sample(run, problems, seed, first_index, on_completion)
 
     def break_update(self):
         if broken == "gradient" and self.update == 2:
