@@ -13,8 +13,6 @@ from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
 from octavo.trainer.reference import Reference
 
-SMALL = ("cos", "sin", "scale", "bias_hp", "num_saturated")
-"""Buffers that are no matrices."""
 BASE = {"output_dir": "runs/x", "model": {"path": "x"}, "task": {"type": "arithmetic"}}
 
 SMALL = ("cos", "sin", "scale", "bias_hp", "num_saturated")
