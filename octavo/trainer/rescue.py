@@ -19,7 +19,12 @@ def watch_pending(session: Session) -> Alarm | None:
     config, progress = session.run.config.watch, session.progress
     assert progress.pending is not None
     metrics = progress.pending["metrics"]
-    if config is None or "rescue/bf16" in metrics or warms_up(session.run.config, metrics["step"]):
+    if config is None:
+        return None
+    before, progress.weight_norm = progress.weight_norm, session.optimizer.weight_norm()
+    if before is not None:
+        metrics["watch/weight_change"] = abs(progress.weight_norm / before - 1.0)
+    if "rescue/bf16" in metrics or warms_up(session.run.config, metrics["step"]):
         return None
     alarm = observe(progress.signals, metrics, metrics["step"], config)
     metrics |= watch_metrics(progress.signals, config)
