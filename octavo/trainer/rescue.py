@@ -22,7 +22,7 @@ def watch_pending(session: Session) -> Alarm | None:
     if config is None:
         return None
     before, progress.weight_norm = progress.weight_norm, session.optimizer.weight_norm()
-    if before is not None:
+    if before:
         metrics["watch/weight_change"] = abs(progress.weight_norm / before - 1.0)
     if "rescue/bf16" in metrics or warms_up(session.run.config, metrics["step"]):
         return None
