@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -226,13 +226,23 @@ class Decoder(nn.Module):
         return self._head[1]
 
 
-def _recomputed(block: Block, h: Tensor, *rest: Any) -> Tensor:
-    return checkpoint(
-        lambda h: block(h, *rest),  # an argument may not change until the backward, and the counter does
-        h,
-        use_reentrant=False,
-        preserve_rng_state=False,  # a forward draws nothing
-        context_fn=lambda: (nullcontext(), block.recomputing()),
+def _recomputed(
+    block: Block, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor, shadow: bool
+) -> Tensor:
+    def run(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # the count is no input: it changes before the backward
+        return cast(Tensor, block(h, cos, sin, context, num_saturated, shadow))
+
+    return cast(
+        Tensor,
+        checkpoint(
+            run,
+            h,
+            cos,
+            sin,
+            use_reentrant=False,
+            preserve_rng_state=False,  # a forward draws nothing
+            context_fn=lambda: (nullcontext(), block.recomputing()),
+        ),
     )
 
 

@@ -29,7 +29,7 @@ def descendants(pid):
 @pytest.mark.skipif(refusal() is not None, reason=f"no sandbox here: {refusal()}")
 def test_hostile_completions_are_told_and_leave_nothing():
     before = descendants(os.getpid())
-    with VerifierPool(VerifierConfig(num_workers=4, timeout_s=1.0)) as pool:
+    with VerifierPool(VerifierConfig(num_workers=4, timeout_s=2.0)) as pool:
         pool.submit(os.getpid).result()
         started = descendants(os.getpid()) - before
         cases = hostile_cases(2 * max(len(MATHS), len(PROGRAMS)))[:COUNT]
