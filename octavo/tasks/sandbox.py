@@ -36,8 +36,8 @@ class Limits:
     """Address space of a process, in MiB."""
     disk_mb: int = 16
     """All files that the program writes, in MiB; they are in memory and vanish with it."""
-    num_processes: int = 32
-    """Processes and threads at a time."""
+    num_processes: int = 8
+    """Processes and threads at a time; each may have the memory, so that no more than both multiplied is taken."""
 
 
 class Sandbox:

@@ -122,13 +122,13 @@ def isolate(config: dict, superuser: bool) -> None:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(text)
-    root = config["root"]
+    root, inside = config["root"], f"{config['root']}/inside"
     mount("none", "/", flags=MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID, f"size={config['disk_mb']}m,nr_inodes=4096,mode=755")
     for path in config["visible"]:
-        show(path, root)
-    os.mkdir(f"{root}/box", 0o777)
-    os.chmod(f"{root}/box", 0o777)
+        show(path, inside)
+    os.mkdir(f"{inside}/box", 0o777)
+    os.chmod(f"{inside}/box", 0o777)
     os.mkdir(f"{root}/old")
     machine = os.uname().machine
     if machine not in SYS_PIVOT_ROOT:
@@ -137,6 +137,8 @@ def isolate(config: dict, superuser: bool) -> None:
     os.chdir("/")
     call("umount2", b"/old", MNT_DETACH)
     os.rmdir("/old")
+    os.chroot("/inside")  # below the root of its mounts no process gets a user namespace, and in it all rights, anew
+    os.chdir("/")
 
 
 def show(path: str, root: str) -> None:

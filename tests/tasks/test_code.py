@@ -1,5 +1,7 @@
 import json
+import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from octavo.tasks.sandbox import ALLOW_UNISOLATED, Limits, Sandbox, _mount_point
 from octavo.tasks.verifiers import VerifierConfig, VerifierPool
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=f"no sandbox here: {refusal()}")
-CHECK = CheckCode(timeout_s=1.0, limits=Limits(memory_mb=512))
+CHECK = CheckCode(timeout_s=20.0, limits=Limits(memory_mb=512))  # what ends by itself, on a busy machine too
+HURRIED = replace(CHECK, timeout_s=1.0)
 DOUBLE = Problem(
     id="0",
     text="Write double.",
@@ -73,7 +76,7 @@ def fenced(program):
     ],
 )
 def test_check(problem, completion, outcome):
-    verdict = CHECK(problem, completion)
+    verdict = (HURRIED if outcome == "timeout" else CHECK)(problem, completion)
     assert (verdict.outcome, verdict.reward) == (outcome, float(outcome == "correct")), verdict
 
 
@@ -120,6 +123,43 @@ def test_a_program_cannot_pass_by_a_trick(program):
     assert CHECK(DOUBLE, fenced(program)).outcome in ("wrong", "crashed")
 
 
+ANYTHING = """
+class E:
+    __sub__ = __add__ = __mod__ = __abs__ = __radd__ = __rsub__ = lambda self, *a: self
+    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = lambda self, other: True
+    __iter__ = lambda self: iter([self])
+def double(x): return E()
+"""
+SAYS = """
+import builtins
+def apply(f, x):
+    for said in (builtins.eval, builtins.exec, builtins.getattr, builtins.vars, builtins.open):
+        try: f(said, "__import__('os')._exit(0)")
+        except ValueError as error: assert "no such kind" in str(error)
+        else: return 4
+    return 0
+"""
+
+
+@pytest.mark.parametrize(
+    "test, program",
+    [
+        ("assert abs(double(2) - 4.0) < 1e-6", ANYTHING),
+        ("assert abs(double(2) + -4.0) < 1e-6", ANYTHING),
+        ("assert 4.0 - double(2) < 1e-6", ANYTHING),
+        ("assert double(2) >= 4", ANYTHING),
+        ("assert 4 <= double(2)", ANYTHING),
+        ("assert 4 in double(2)", ANYTHING),
+        ("assert double(2) % 4 == 0", "class E:\n    __mod__ = lambda self, other: 0\ndef double(x): return E()"),
+        ("assert apply(lambda f, x: f(x), 2) == 4", SAYS),
+    ],
+)
+def test_an_object_of_the_program_does_not_decide_how_it_stands_to_an_expected_value(test, program):
+    verdict = CHECK(Problem(id="0", text="?", answer="", tests=(test,)), fenced(program))
+    assert verdict.outcome == "wrong", verdict
+    assert not re.search("SyntaxError|NameError", verdict.detail)
+
+
 def test_tests_may_use_what_the_program_defines_and_more():
     program = fenced(
         """
@@ -142,7 +182,7 @@ def test_tests_may_use_what_the_program_defines_and_more():
         "assert chain([Pair(1, 2), Pair(3, 4)]) == 10 and Pair(1, 2).total() == 3 and Pair(1, 2) < Pair(3, 4)",
         "items = [1, 2]\nreverse(items)\nassert items == [2, 1]",
         "assert list(count(3)) == [0, 1, 2] and count(3) != [0, 1, 2]",
-        "assert apply(lambda x: x + 1, 2) == 3",
+        "assert apply(lambda x: x + 1, 2) == 3 and apply(sorted, [2, 1]) == [1, 2] and 2 in count(3)",
         "values = [None, True, 2**5000, 0.1, 1j, b'a', 'é', (1, [2]), {1: {2}}, frozenset([3]), range(3)]\n"
         "assert all(same(v) == v and type(same(v)) is type(v) for v in values)",
         "try:\n    fail()\nexcept KeyError:\n    pass\nelse:\n    raise AssertionError",
@@ -170,6 +210,8 @@ def test_tests_may_use_what_the_program_defines_and_more():
         "import threading, time\nfor _ in range(100): threading.Thread(target=time.sleep, args=(9,)).start()",
         "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/mnt', b'tmpfs', 0, 0) == 0",
         "import ctypes\nassert ctypes.CDLL(None).chroot(b'/') == 0",
+        "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0",  # a user namespace of its own
+        "import os\nfor _ in range(8):\n    if os.fork() == 0:\n        import time; time.sleep(9)",
         "import os\nos.kill(1, 0) or os.kill(-1, 9)\nraise SystemExit(0 if os.getpid() != 1 else 1)",
     ],
 )
@@ -220,7 +262,8 @@ def test_without_isolation_programs_still_have_limits_and_leave_nothing(refusing
         ("while True: pass", "timeout"),
         (daemon + "def double(x): return x * 2", "correct"),
     ):
-        assert CHECK(DOUBLE, fenced(program)).outcome == outcome
+        check = HURRIED if outcome == "timeout" else CHECK
+        assert check(DOUBLE, fenced(program)).outcome == outcome
     assert set(Path(tempfile.gettempdir()).glob("octavo-program-*")) == before
 
 
