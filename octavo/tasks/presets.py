@@ -202,7 +202,8 @@ def _mbpp(row: dict) -> dict:
             "test_setup": row.get("test_setup_code") or "",
             "id": f"mbpp/{take(row, 'task_id')}",
         }
-    tests = [str(test) for test in take(row, "tests")]
+    tests = take(row, "tests")
+    tests = [tests] if isinstance(tests, str) else [str(test) for test in tests]
     shown = "\n".join(["\nYour program should pass these tests:", *tests])  # they alone say what the function is called
     setup = row.get("test_setup") or ""
     return {**row, "appendix": shown, "tests": [f"{setup}\n{test}".strip() for test in tests]}

@@ -47,7 +47,8 @@ class ProblemReader:
         seen: set[str] = set()
         problems = tuple(islice(self._good(source, role, bad, seen), limit))
         if not problems:
-            raise ValueError(f"{source.name} wants at least one problem; got an empty file. Name another")
+            found = _listed(bad) if bad else "none"
+            raise ValueError(f"{source.name} wants at least one problem; got {found}. Correct it, or name another")
         if bad:
             self.notes.append(f"{source.name}: left out {_listed(bad)}")
         return problems
@@ -57,7 +58,7 @@ class ProblemReader:
             try:
                 if isinstance(row, BadRow):
                     raise row
-                values = self.read(row)
+                values = self._values(row)
                 if values is None:
                     continue
                 problem = self._problem(values, f"{self.name}/{role}/{index}")
@@ -73,28 +74,45 @@ class ProblemReader:
                 yield problem
             seen.add(problem.id)
 
+    def _values(self, row: dict) -> dict | None:
+        try:
+            return self.read(row)
+        except (TypeError, AttributeError, KeyError, IndexError) as error:  # a column holds another kind of value
+            raise BadRow(f"is not of the form of {self.name} ({error})") from error
+
     def _problem(self, values: dict, default_id: str) -> Problem:
         text, answer = take(values, "problem"), answer_text(take(values, "answer"))
         if not isinstance(text, str) or not text.strip():
             raise BadRow(f"wants text as the problem, got {text!r:.40}")
         if answer is None:
             raise BadRow(f"wants as the answer text, a finite number, or a list of them, got {values['answer']!r:.40}")
-        tests = values.get("tests") or ()
-        tests = (tests,) if isinstance(tests, str) else tuple(tests)
+        tests = _listing(values.get("tests")) if self.needs_tests else ()
         if self.needs_tests and not (tests and all(isinstance(test, str) and test.strip() for test in tests)):
             raise BadRow(f"wants at least one test program, got {values.get('tests')!r:.40}")
         if not answer and not self.needs_tests:
             raise BadRow(f"wants a final answer, got {values['answer']!r:.40}")
-        return Problem(
+        problem = Problem(
             id=str(values.get("id") if values.get("id") is not None else default_id),
             text=text,
             answer=answer,
-            accepted=tuple(filter(None, (answer_text(each) for each in values.get("accepted") or ()))),
+            accepted=tuple(filter(None, map(answer_text, _listing(values.get("accepted"))))),
             task=self.name,
             tests=tests,
-            appendix=values.get("appendix", ""),
+            appendix=str(values.get("appendix") or ""),
             solution=str(values.get("solution") or "").strip(),
         )
+        try:
+            "".join([problem.id, text, answer, *problem.accepted, *tests, problem.appendix, problem.solution]).encode()
+        except UnicodeEncodeError as error:  # neither a tokenizer nor a file takes it
+            raise BadRow(f"holds {error.object[error.start]!r}, half a character") from error
+        return problem
+
+
+def _listing(value: Any) -> tuple:
+    """A list as it is, one value as a list of it, nothing as an empty one."""
+    if value is None or value == "":
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def answer_text(answer: Any) -> str | None:
@@ -105,9 +123,11 @@ def answer_text(answer: Any) -> str | None:
     if isinstance(answer, list | tuple):
         parts = [answer_text(part) for part in answer]
         return None if None in parts else ", ".join(map(str, parts))
-    if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
+    if isinstance(answer, int):
+        return None if isinstance(answer, bool) else str(answer)
+    if not isinstance(answer, float) or not math.isfinite(answer):
         return None
-    return str(answer) if isinstance(answer, int) else format(Decimal(repr(answer)).normalize(), "f")
+    return format(Decimal(repr(answer)).normalize(), "f")
 
 
 def _listed(bad: list[str]) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,10 +132,16 @@ def _file_rows(file: Path) -> Rows:
 
 def _json_row(line: bytes) -> dict | BadRow:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, or a number of too many digits
         return BadRow(f"not JSON ({_why(error)})")
     return row if isinstance(row, dict) else BadRow(f"wants a JSON object, got {type(row).__name__}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+        raise ValueError(f"the key {twice[0]!r} is there twice")
+    return dict(pairs)
 
 
 def _why(error: Exception) -> str:
@@ -145,7 +152,7 @@ def _why(error: Exception) -> str:
 
 def _json_rows(file: Path, text: bytes) -> Rows:
     try:
-        rows = json.loads(text.decode("utf-8-sig"))
+        rows = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         way_out = "Correct it, or name it .jsonl if it has a row a line"
         raise ValueError(f"{file} is not JSON ({_why(error)}). {way_out}") from error
@@ -159,6 +166,8 @@ def _csv_rows(file: Path, text: Iterator[str]) -> Rows:
     csv.field_size_limit(sys.maxsize)
     reader = csv.DictReader(text, strict=True)
     try:
+        if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+            raise ValueError(f"{file} has two columns {twice[0]!r}. Rename one")
         for row in reader:
             extra = row.pop(None, None)
             fault = BadRow(f"wants {len(reader.fieldnames or ())} cells, as the first line has")

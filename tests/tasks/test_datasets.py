@@ -62,9 +62,33 @@ def test_bad_rows_are_named_and_skipped_up_to_the_limit(tmp_path):
     assert len(task.train) == 2 and "x.jsonl: left out 3 bad rows (line 3: " in note
     many = write(tmp_path / "y.jsonl", [*problems(1), *[{}] * 9])
     assert "and 4 more)" in DatasetConfig(path=many, max_bad_rows=9).build().notes[0]
-    with pytest.raises(ValueError, match="at least one problem"):
+    with pytest.raises(ValueError, match=r"at least one problem; got 1 bad row \(line 1: wants 'problem'"):
         DatasetConfig(path=write(tmp_path / "z.jsonl", [{}]), max_bad_rows=1).build()
     assert len(DatasetConfig(path=path, num_train=2).build().train) == 2  # the rest is not even read
+
+
+@pytest.mark.parametrize(
+    "preset, row, why",
+    [
+        ("math500", {"problem": "half \ud83d", "answer": "1"}, "half a character"),
+        ("math500", {"problem": "1", "answer": "\ud83d"}, "half a character"),
+        ("mbpp", {"problem": "?", "answer": "", "tests": 5}, "is not of the form of mbpp"),
+        ("eurus2_code", {"ability": "code", "prompt": [{"content": 5}], "reward_model": 5}, "wants 'reward_model"),
+        ("amc22", {"problem": "?", "answer": "1", "url": 5}, "is not of the form of amc22"),
+    ],
+)
+def test_columns_of_another_kind_make_a_bad_row(preset, row, why, tmp_path):
+    with pytest.raises(ValueError, match=rf"x.jsonl, 1 bad row .line 1: .*{why}"):
+        DatasetConfig(preset=preset, path=write(tmp_path / "x.jsonl", [row])).build_benchmark()
+
+
+def test_one_value_stands_for_a_list_of_it(tmp_path):
+    rows = [{"problem": "?", "answer": "1", "accepted": "23"}, {"problem": "?", "answer": "1", "accepted": 4}]
+    task = DatasetConfig(preset="math500", path=write(tmp_path / "x.jsonl", rows)).build_benchmark()
+    assert [problem.accepted for problem in task.test] == [("23",), ("4",)]
+    rows = [{"problem": "?", "answer": "", "tests": "assert f() == 1"}]
+    task = DatasetConfig(preset="mbpp", path=write(tmp_path / "y.jsonl", rows)).build_benchmark()
+    assert [problem.tests for problem in task.test] == [("assert f() == 1",)]
 
 
 def test_code_wants_tests_and_no_answer(tmp_path):
@@ -107,6 +131,7 @@ def test_no_split_at_all(tmp_path):
         (" 3 ", "3"),
         (["1", 2.0], "1, 2"),
         (10**40, "1" + "0" * 40),
+        (10**4000, "1" + "0" * 4000),
         (1e-05, "0.00001"),
         (142.0, "142"),
         (float("nan"), None),

@@ -85,13 +85,21 @@ def test_parquet_and_the_hub_ask_for_the_package(tmp_path, monkeypatch):
 
 
 def test_damaged_lines_are_rows_of_their_own(tmp_path):
-    lines = [b'{"a": 1}', b"{oops", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": 2}']
+    lines = [b'{"a": 1}', b"{oops", b"[1]", b"\xff\xfe", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"]
+    lines += [b'{"a": 1, "b": {"c": 1, "c": 2}}', b'{"a": 2}']
     (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
     rows = rows_of(tmp_path / "x.jsonl")
-    assert rows[0] == ("line 1", {"a": 1}) and rows[-1] == ("line 7", {"a": 2})
+    assert rows[0] == ("line 1", {"a": 1}) and rows[-1] == ("line 8", {"a": 2})
     for (place, fault), (number, said) in zip(
         rows[1:-1],
-        [(2, "not JSON"), (3, "wants a JSON object, got list"), (4, "utf-8"), (5, "nested too deeply"), (6, "digits")],
+        [
+            (2, "not JSON"),
+            (3, "wants a JSON object, got list"),
+            (4, "utf-8"),
+            (5, "nested too deeply"),
+            (6, "digits"),
+            (7, "the key 'c' is there twice"),
+        ],
         strict=True,
     ):
         assert place == f"line {number}" and said in fault
@@ -116,6 +124,8 @@ def test_csv_with_other_numbers_of_cells(tmp_path):
         ("x.jsonl.gz", b"no gzip", "x.jsonl.gz cannot be read"),
         ("x.json", b'{"a": 1}', "x.json wants a list of objects, got dict"),
         ("x.json", b'{"a": 1}\n{"a": 2}', "x.json is not JSON .*name it .jsonl"),
+        ("x.json", b'[{"a": 1, "a": 2}]', "x.json is not JSON .the key 'a' is there twice"),
+        ("x.csv", b"a,b,a\n1,2,3\n", "x.csv has two columns 'a'. Rename one"),
         ("x.txt", b"", "x.txt has an ending that is not read; known: .jsonl, "),
     ],
 )
