@@ -126,11 +126,11 @@ def python_score(function: str, prompt: str, completion: str, answer: str) -> fl
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
     try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{function} returned {value!r:.100}; wants a number") from error
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{function} returned {number}; wants a finite number")
+        raise ValueError(f"{function} returned {value!r:.100}; wants a finite number")
     return number
 
 

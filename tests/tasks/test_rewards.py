@@ -23,6 +23,7 @@ def rewards_file(tmp_path):
         "def words(prompt, completion, answer): return 'much'\n"
         "def infinite(prompt, completion, answer): return float('inf')\n"
         "def nothing(prompt, completion, answer): pass\n"
+        "def digits(prompt, completion, answer): return '0.5'\n"
         "NUMBER = 3\n"
     )
     return path
@@ -36,9 +37,10 @@ def test_a_function_of_a_file_scores(rewards_file):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("words", "returned 'much'; wants a number"),
+        ("words", "returned 'much'; wants a finite number"),
+        ("digits", "returned '0.5'; wants a finite number"),
         ("infinite", "returned inf; wants a finite number"),
-        ("nothing", "returned None; wants a number"),
+        ("nothing", "returned None; wants a finite number"),
         ("absent", "has no function absent"),
         ("NUMBER", "has no function NUMBER"),
     ],
