@@ -30,6 +30,7 @@ _UNIT = re.compile(
     r"|\s*\^\\circ\s*(?:\\text\{[^{}]*\}|[CF])?"
     r"|\s+[A-Za-z][A-Za-z/ .]+(?:\^\{?[23]\}?)?)"  # words
 )
+_LABELLED = re.compile(r"\\text\{\s*\([A-E]\)\s*\}\s*(?!\\text)(?P<rest>.*[^\s,;].*)", re.DOTALL)
 _UNITS = {
     "mm": "mm", "millimeter": "mm", "cm": "cm", "centimeter": "cm", "m": "m", "meter": "m", "metre": "m", "km": "km",
     "kilometer": "km", "in": "in", "inch": "in", "ft": "ft", "foot": "ft", "feet": "ft", "yd": "yd", "yard": "yd",
@@ -82,7 +83,17 @@ def _compare(given: str, expected: str) -> tuple[Equality, str]:
     words = words_key(given), words_key(expected)
     if words[0] is not None and words[0] == words[1]:
         return "equal", ""
-    for step in (_as_values, _as_named, _as_lists, _as_brackets, _as_unions, _as_intervals, _as_chains, _with_units):
+    for step in (
+        _as_values,
+        _without_label,
+        _as_named,
+        _as_lists,
+        _as_brackets,
+        _as_unions,
+        _as_intervals,
+        _as_chains,
+        _with_units,
+    ):
         found = step(given, expected)
         if found is not None:
             return found
@@ -108,6 +119,14 @@ def _as_values(given: str, expected: str) -> tuple[Equality, str] | None:
     if one is None or other is None:
         return None
     return ("equal" if same_value(one, other) else "different"), ""
+
+
+def _without_label(given: str, expected: str) -> tuple[Equality, str] | None:
+    """ "\\textbf{(B)}\\ 12" is 12, as solutions of multiple choice write it."""
+    one, other = _LABELLED.fullmatch(given), _LABELLED.fullmatch(expected)
+    if (one is None) == (other is None):
+        return None
+    return _compare(one["rest"] if one else given, other["rest"] if other else expected)
 
 
 def _as_named(given: str, expected: str) -> tuple[Equality, str] | None:
@@ -304,13 +323,19 @@ def _has_letters(text: str) -> bool:
 
 
 def _with_units(given: str, expected: str) -> tuple[Equality, str] | None:
-    """A unit behind a number may be left out; two known ones must agree."""
+    """A unit behind a number may be left out; two known ones, of which per cent is one, must agree."""
     one, other = _unit(given), _unit(expected)
     if one is None and other is None:
         return None
-    if one is not None and other is not None and one[1] and other[1] and one[1] != other[1]:
+    names = [found and found[1] or _percent(text) for found, text in ((one, given), (other, expected))]
+    if all(names) and names[0] != names[1]:
         return "different", ""
     return _compare(one[0] if one else given, other[0] if other else expected)
+
+
+def _percent(text: str) -> str:
+    value = read_value(text)
+    return "%" if value is not None and value.percent else ""
 
 
 def _unit(text: str) -> tuple[str, str] | None:
@@ -321,6 +346,8 @@ def _unit(text: str) -> tuple[str, str] | None:
     if "\\circ" in match["unit"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", match["head"]):
         return None  # the argument is in degrees
     name = re.sub(r"\\text|\\cdot|[{}\s.]", "", match["unit"])
+    if name in ("^\\circC", "^\\circF"):
+        return match["head"].strip(), name
     base, _, power = name.partition("^")
     if not match["unit"].lstrip().startswith(("\\text", "^", "/")) and read_value(match["head"]) is None:
         return None  # words behind an expression may be variables
