@@ -203,6 +203,7 @@ def _rows_by_file(run: Run, jobs: Sequence[Job], path: Path) -> list[dict[str, A
     file = JsonLines(path.with_name(path.name + ".partial"))
     header = {
         **{key: value for key, value in to_dict(run.config).items() if key in DEPENDS_ON},
+        "verifier": {key: getattr(run.config.verifier, key) for key in ("timeout_s", "memory_mb", "allow_unisolated")},
         "precisions": list(dict.fromkeys(job.precision for job in jobs)),
         "weights": weights_fingerprint(run.policy),
         "model numbers": model_fingerprint(run),
@@ -243,7 +244,7 @@ def _read_partial(file: JsonLines, header: dict[str, Any], ids: list[str]) -> li
         found, *rows = [json.loads(line) for line in lines] or [None]
     except ValueError:
         found, rows = None, []
-    if found == header and [row.get("id") for row in rows] == ids[: len(rows)]:
+    if found == header and [row.get("id") for row in rows if isinstance(row, dict)] == ids[: len(rows)]:
         return rows
     if found == header:
         keys = ["its rows"]

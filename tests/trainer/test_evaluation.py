@@ -95,7 +95,7 @@ def test_a_kill_after_the_last_problem_loses_nothing(whole, tmp_path, monkeypatc
     assert sorted(file.name for file in tmp_path.iterdir()) == ["parts.jsonl", "whole.jsonl"]
 
 
-@pytest.mark.parametrize("change", ["seed", "weights", "damaged", "rope", "edited"])
+@pytest.mark.parametrize("change", ["seed", "weights", "damaged", "rope", "edited", "verifier", "rows"])
 def test_a_partial_file_of_another_evaluation_is_refused(change, tmp_path, monkeypatch):
     run = loaded(tmp_path)
     path = tmp_path / "parts.jsonl"
@@ -110,13 +110,19 @@ def test_a_partial_file_of_another_evaluation_is_refused(change, tmp_path, monke
         run.policy.norm.weight.data[0] += 1e-3
     elif change == "rope":
         run.policy.hf_config.rope_parameters["rope_theta"] *= 2
+    elif change == "verifier":
+        run = replace(run, config=replace(run.config, verifier=replace(run.config.verifier, timeout_s=9.0)))
+    elif change == "rows":
+        partial.write_text(partial.read_text().splitlines(keepends=True)[0] + "[1]\n")
     elif change == "edited":
         lines = partial.read_text().splitlines(keepends=True)
         partial.write_text("".join(lines[:1] + lines[2:]))
     else:
         partial.write_text("three years of work\n")
     before = partial.read_bytes()
-    named = {"damaged": "it is none of ours", "rope": "model numbers", "edited": "its rows"}.get(change, change)
+    named = {"damaged": "it is none of ours", "rope": "model numbers", "edited": "its rows", "rows": "its rows"}.get(
+        change, change
+    )
     with pytest.raises(ValueError, match=f"left by another evaluation .({named})"):
         measure(run, path)
     assert partial.read_bytes() == before
