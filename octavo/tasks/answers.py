@@ -29,6 +29,7 @@ _WORDS = r"(?:[\s.:;*]*(?:[A-Za-z]{2,}+[\s,.:;'\"*]*)*)"  # each text in one way
 _NUMBER_AMONG_WORDS = re.compile(
     rf"(?:{_WORDS}(?<=[\s*])(?!-\s))?(?P<number>{NUMBER_IN_TEXT.pattern})(?:[.*]*\s+{_WORDS}|[.*]*)"
 )
+_DENIAL = re.compile(r"\b(?:not|never|neither)\b", re.IGNORECASE)
 _CHOICE = re.compile(r"\(([A-Za-z])\)|(?<![A-Za-z0-9'])([A-J])(?![A-Za-z0-9'])")
 
 
@@ -165,9 +166,10 @@ def _sentence(text: str) -> str:
 
 
 def _number_before_unit(line: str) -> str:
-    """ "72 dollars" -> "72"; a line with anything but words and one number is kept, so that hedging earns nothing."""
+    """ "72 dollars" -> "72"; a line with anything but words and one number, or with "not" before it, is kept, so that
+    hedging earns nothing."""
     match = _NUMBER_AMONG_WORDS.fullmatch(line.replace("\u2212", "-").replace("\\$", "$"))
-    return match["number"] if match else line
+    return match["number"] if match and not _DENIAL.search(match[0], 0, match.start("number")) else line
 
 
 def _last_formula_or_number(text: str) -> str | None:
