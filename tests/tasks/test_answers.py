@@ -64,7 +64,7 @@ from octavo.tasks.problem import Problem
         ("The answer is 5 or 6", "5 or 6"),
         ("The answer is not 5.", "not 5"),
         ("#### neither 5", "neither 5"),
-        ("The answer is 5, not counting Ann.", "5"),
+        ("The answer is 5 not counting Ann.", "5"),
         ("Answer: \\(x^2\\)", "\\(x^2\\)"),
         ("Thus it equals $\\frac{3}{4}$.", "\\frac{3}{4}"),
         ("Thus $x = 3$, which is 1 more.", "1"),
