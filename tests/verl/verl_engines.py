@@ -1,4 +1,4 @@
-"""verl's engines in one process, on a CPU, with the tiny model of examples/; and mini-batches as verl's trainer makes them."""
+"""verl in one process on a CPU, on the tiny model of examples/: engines, and mini-batches as its trainer makes them."""
 
 import os
 from functools import partial
@@ -16,7 +16,14 @@ from verl_runs import MODEL
 from octavo.plugins.verl import EngineConfig, PolicyLossConfig
 
 BATCH, PROMPT, ANSWER = 4, 5, 11
-CALIBRATION = {"type": "exact", "interval": 2, "pooled_steps": 2, "min_tokens": 1, "min_clipped": 0, "max_shadow_clipped": 1.0}
+CALIBRATION = {
+    "type": "exact",
+    "interval": 2,
+    "pooled_steps": 2,
+    "min_tokens": 1,
+    "min_clipped": 0,
+    "max_shadow_clipped": 1.0,
+}
 
 
 def start_process_group():

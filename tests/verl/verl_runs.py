@@ -1,48 +1,62 @@
 """verl.trainer.main_ppo on the tiny model of examples/, on a CPU: its files, its command, and what its log says."""
 
 import os
-import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
-
-from octavo.tasks.arithmetic import ArithmeticConfig, draw_problem_text, running_totals
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 MODEL = REPO / "examples" / "tiny" / "model"
 
 REWARD = """
-import re
-
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(re.findall("-?[0-9]+", solution_str)[-1:] == [ground_truth])
+    return sum(letter.isdigit() for letter in solution_str) / max(1, len(solution_str))
 """
-"""As octavo's task of sums: the last integer of the answer is right."""
+"""The share of digits, of which an untrained model writes some."""
+
+
+@torch.no_grad()
+def write_untrained_model(folder):
+    """A Qwen3 of two layers, all widths multiples of 128, weights random: FP8 moves its log-probabilities most."""
+    config = AutoConfig.from_pretrained(MODEL)
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
+    config.tie_word_embeddings = False
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            gain = 2.0 if "lm_head" in name else 1.0
+            weight.copy_(gain * weight.shape[1] ** -0.5 * torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(MODEL / name, folder / name)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
 def prepare(folder):
     """The files that runs share: prompts, a reward, and a distribution named vllm, which verl asks for."""
-    rng, config = random.Random(0), ArithmeticConfig()
-    sums = [draw_problem_text(rng, config) for _ in range(64)]
     rows = [
         {
             "data_source": "tiny",
-            "prompt": [{"role": "user", "content": text}],
-            "reward_model": {"style": "rule", "ground_truth": str(running_totals(text)[-1])},
-            "extra_info": {"index": index},
+            "prompt": [{"role": "user", "content": f"({left}+{right})%10"}],
+            "reward_model": {"style": "rule", "ground_truth": str((left + right) % 10)},
+            "extra_info": {"index": 10 * left + right},
         }
-        for index, text in enumerate(sums)
+        for left in range(10)
+        for right in range(10)
     ]
-    shutil.copytree(MODEL, folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message.content }}{% endfor %}"
-    )
+    write_untrained_model(folder / "model")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "prompts.parquet")
     (folder / "reward.py").write_text(REWARD)
     shim = folder / "shim" / "vllm-0.32.0+cpu.dist-info"
@@ -72,7 +86,7 @@ def environment(folder):
 
 
 def command(folder, output, overrides):
-    """The command of a run: GRPO, four prompts a step with four answers each, two updates a step."""
+    """The command of a run: GRPO, 16 sums a step with four answers each, two updates a step."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         sys.executable,
@@ -82,7 +96,7 @@ def command(folder, output, overrides):
         "algorithm.rollout_correction.rollout_is=token",
         f"data.train_files={folder}/prompts.parquet",
         f"data.val_files={folder}/prompts.parquet",
-        "data.train_batch_size=8",
+        "data.train_batch_size=16",
         "data.max_prompt_length=32",
         "data.max_response_length=24",
         "data.dataloader_num_workers=0",
@@ -92,20 +106,20 @@ def command(folder, output, overrides):
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         f"{actor}.strategy=fsdp2",
-        f"{actor}.ppo_mini_batch_size=4",
-        f"{actor}.ppo_micro_batch_size_per_gpu=16",
+        f"{actor}.ppo_mini_batch_size=8",
+        f"{actor}.ppo_micro_batch_size_per_gpu=32",
         f"{actor}.use_kl_loss=False",
         f"{actor}.use_torch_compile=False",
-        f"{actor}.optim.lr=1e-4",
+        f"{actor}.optim.lr=1e-3",
         f"{actor}.fsdp_config.use_torch_compile=False",
         f"{actor}.fsdp_config.model_dtype=fp32",
         f"{rollout}.name=vllm",
         f"{rollout}.n=4",
         f"{rollout}.tensor_model_parallel_size=1",
         f"{rollout}.enforce_eager=True",
-        f"{rollout}.log_prob_micro_batch_size_per_gpu=16",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=32",
         f"{rollout}.max_model_len=128",
-        f"{rollout}.max_num_seqs=32",
+        f"{rollout}.max_num_seqs=64",
         f"{rollout}.max_num_batched_tokens=512",
         f"{rollout}.free_cache_engine=False",
         f"{rollout}.calculate_log_probs=True",
@@ -144,22 +158,33 @@ def metrics_of(log):
     return found
 
 
-def run(folder, output, overrides, timeout_s=600):
-    """Run to the end; {step: metrics}. The log lies beside the output.
+def run(folder, output, overrides, timeout_s=600, kill_after=None):
+    """Run to the end, or until its log holds a text, and then kill -9; {step: metrics}. The log lies beside the output.
 
     Raises:
         AssertionError: verl failed, with the end of its log.
     """
     log = Path(f"{output}.log")
     with log.open("w") as file:
-        code = subprocess.run(
+        process = subprocess.Popen(
             command(folder, output, overrides),
             env=environment(folder),
             cwd=folder,
             stdout=file,
             stderr=subprocess.STDOUT,
-            timeout=timeout_s,
-        ).returncode
+            start_new_session=True,
+        )
+        try:
+            end = time.monotonic() + timeout_s
+            while process.poll() is None and not (kill_after and kill_after in log.read_text(errors="replace")):
+                assert time.monotonic() < end, (
+                    f"not done after {timeout_s} s: {log.read_text(errors='replace')[-4000:]}"
+                )
+                time.sleep(0.2)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     text = log.read_text(errors="replace")
-    assert code == 0, text[-4000:]
+    assert process.returncode == (-signal.SIGKILL if kill_after else 0), text[-4000:]
     return metrics_of(text)

@@ -65,7 +65,7 @@ class Calibrator:
             ValueError: the step was to be measured, and no loss has.
         """
         measured, due = self.measures, calibration.due(self.step, self.config)
-        self.step += 1
+        self.step, self.shadow_log_ratio = self.step + 1, None
         if not measured:
             return {}
         gathered: list[Any] = [None] * torch.distributed.get_world_size(group)

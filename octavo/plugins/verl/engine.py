@@ -121,7 +121,8 @@ class Engine(FSDPEngineWithLMHead):
         with during(calibrator):
             outputs = super().train_batch(data, loss_function)
         if is_last:
-            outputs["metrics"] |= calibrator.finish(self.get_data_parallel_group())
+            calibration = calibrator.finish(self.get_data_parallel_group())
+            outputs["metrics"] |= {name: [value] for name, value in calibration.items()}  # as of one microbatch
         return outputs
 
     def prepare_model_outputs(self, output: Any, *arguments: Any, **named: Any) -> Any:
@@ -205,43 +206,33 @@ class Engine(FSDPEngineWithLMHead):
             write_whole(Path(local_path) / STATE_FILE, json.dumps(state))
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **named: Any) -> None:
-        """verl's files, the bytes made anew from the masters, and the bounds.
+        """The bounds and verl's files; the bytes are made anew from the masters.
 
         Raises:
-            ValueError: calibration is on, and the checkpoint holds no bounds.
+            ValueError: the bounds are missing or damaged.
         """
-        state = read_state(local_path)
+        self._take_state(Path(local_path) / STATE_FILE)
         super().load_checkpoint(local_path, *arguments, **named)
         with self.eval_mode() if self.is_param_offload_enabled else nullcontext():
             self.requantize_()
-        self.policy_version = state.get("policy_version", 0)
-        if self.calibrator is not None:
-            if (kept := state.get("calibration")) is None and state:
-                raise ValueError(
-                    f"{Path(local_path) / STATE_FILE} holds no bounds: the run that wrote it did not calibrate. Write "
-                    f"{{}} to it to begin at the start bounds, or leave out actor.fsdp_config.octavo.calibration"
-                )
-            if kept is not None:
+
+    def _take_state(self, path: Path) -> None:
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            self.policy_version = int(state.get("policy_version", 0))
+            kept = state.get("calibration")
+            if self.calibrator is not None and kept is not None:
                 self.calibrator.load(kept)
-
-
-def read_state(local_path: str) -> dict[str, Any]:
-    """What `Engine.save_checkpoint` wrote beside verl's files; empty where somebody wrote {}.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-    """
-    path = Path(local_path) / STATE_FILE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}): the checkpoint is not of actor.strategy=octavo, or is damaged. Write "
-            f"{{}} to it to go on from verl's files alone, at the start bounds"
-        ) from error
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} wants a JSON object, got {type(state).__name__}; the file is damaged")
-    return state
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error!r}): the checkpoint is not of actor.strategy=octavo, or is damaged. Write "
+                f"{{}} to it to go on from verl's files alone, at the start bounds"
+            ) from error
+        if self.calibrator is not None and kept is None and state:
+            raise ValueError(
+                f"{path} holds no bounds: the run that wrote it did not calibrate. Write {{}} to it to begin at the "
+                f"start bounds, or leave out actor.fsdp_config.octavo.calibration"
+            )
 
 
 def register_engine() -> None:
