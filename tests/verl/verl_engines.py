@@ -26,17 +26,17 @@ CALIBRATION = {
 }
 
 
-def start_process_group():
+def start_process_group(rank=0, world_size=1, store=None):
     if not torch.distributed.is_initialized():
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend="gloo", store=store, rank=0, world_size=1)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+        store = store or torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend="gloo", store=store, rank=rank, world_size=world_size)
 
 
 def actor_config(strategy, octavo=None, loss_mode="vanilla", loss_options=None):
     """verl's section on the actor, two sequences a microbatch."""
     engine = EngineConfig(
-        use_torch_compile=False, fsdp_size=1, use_dynamic_bsz=False, strategy="fsdp2", octavo=octavo or {}
+        use_torch_compile=False, fsdp_size=-1, use_dynamic_bsz=False, strategy="fsdp2", octavo=octavo or {}
     )
     return FSDPActorConfig(
         strategy=strategy,

@@ -13,11 +13,27 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 MODEL = REPO / "examples" / "tiny" / "model"
+
+FP8_ROLLOUTS = ["actor_rollout_ref.rollout.quantization=fp8"]
+UNIFIED = [
+    *FP8_ROLLOUTS,
+    "actor_rollout_ref.actor.strategy=octavo",
+    "actor_rollout_ref.actor.fsdp_config._target_=octavo.plugins.verl.EngineConfig",
+    "+actor_rollout_ref.actor.fsdp_config.octavo.recipe=block128",
+    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.type=exact",
+    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.interval=1",
+    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.min_tokens=1",
+    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.min_clipped=0",
+    "+actor_rollout_ref.actor.fsdp_config.octavo.calibration.max_shadow_clipped=1.0",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=calibrated",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=octavo.plugins.verl.worker.WorkerExtension",
+]
+"""What a verl user adds for one precision in training and rollout, and for calibrated bounds; docs/verl.md."""
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -32,6 +48,7 @@ def write_untrained_model(folder):
     config = AutoConfig.from_pretrained(MODEL)
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     config.tie_word_embeddings = False
+    config.vocab_size = len(AutoTokenizer.from_pretrained(MODEL))  # verl masks what is beyond, in the rollout alone
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():

@@ -148,7 +148,8 @@ class Engine(FSDPEngineWithLMHead):
             before = self._shadow_logprobs(data)
         return torch.nested.nested_tensor_from_jagged(now.values() - before.values(), now.offsets())
 
-    def _shadow_logprobs(self, data: TensorDict) -> Tensor:
+    def _shadow_logprobs(self, data: TensorDict) -> Any:
+        """Nested, [B, tokens] fp32."""
         with shadowing(self.layers.values()), torch.no_grad():
             output = self.forward_backward_batch(data, loss_function=None, forward_only=True)
         return output["model_output"]["log_probs"]
@@ -225,8 +226,8 @@ class Engine(FSDPEngineWithLMHead):
                 self.calibrator.load(kept)
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} cannot be read ({error!r}): the checkpoint is not of actor.strategy=octavo, or is damaged. Write "
-                f"{{}} to it to go on from verl's files alone, at the start bounds"
+                f"{path} cannot be read ({error!r}): the checkpoint is not of actor.strategy=octavo, or is damaged. "
+                f"Write {{}} to it to go on from verl's files alone, at the start bounds"
             ) from error
         if self.calibrator is not None and kept is None and state:
             raise ValueError(
