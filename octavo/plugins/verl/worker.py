@@ -12,8 +12,10 @@ from torch import Tensor
 from verl.utils.vllm.vllm_quant_utils import is_fp8_weight, is_quantized_model
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from octavo.models.fp8_folder import SCALE
 from octavo.numerics.fp8 import E4M3
 from octavo.plugins.verl.transfer import Arrival
+from octavo.plugins.vllm.scales import check_kept
 
 
 class WorkerExtension(vLLMColocateWorkerExtension):
@@ -44,6 +46,8 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         taken = self._arrival.take(weights)
         model = self.model_runner.model
         for name, tensor in taken:
+            if name.endswith(SCALE):
+                check_kept(name, tensor)
             if name.endswith(".weight") and is_fp8_weight(name, model) != (tensor.dtype == E4M3):
                 raise ValueError(
                     f"{name} came in {tensor.dtype}, and vLLM holds it in {'FP8' if tensor.dtype != E4M3 else 'BF16'}: "

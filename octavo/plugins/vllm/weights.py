@@ -14,9 +14,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from octavo.models.checkpoint import save_decoder
 from octavo.models.decoder import Decoder
-from octavo.models.fp8_folder import obstacles
+from octavo.models.fp8_folder import SCALE, obstacles
+from octavo.plugins.vllm.scales import check_kept
 from octavo.trainer.files import write_whole
 
 MANIFEST = "octavo_transfer.json"
@@ -79,10 +82,13 @@ class Receiver:
         """Reload the engine's weights in place and forget what it had computed from the old ones; their policy_version.
 
         Raises:
-            ValueError: the folder is incomplete or damaged, or vLLM fails on it; the version before is being served.
+            ValueError: the folder is incomplete or damaged, or vLLM fails on it or would quantise it again; the version
+                before is being served.
         """
         folder = Path(folder)
         policy_version = check(folder)
+        for shard in folder.glob("*.safetensors"):
+            _check_scales(shard)
         try:
             self._reload(folder)
         except Exception as error:
@@ -122,6 +128,13 @@ def check(folder: Path) -> int:
             f"published. Nothing was loaded; publish it again"
         )
     return policy_version
+
+
+def _check_scales(shard: Path) -> None:
+    with safe_open(shard, "pt") as file:
+        for name in file.keys():
+            if name.endswith(SCALE):
+                check_kept(name, file.get_tensor(name))
 
 
 def _digest(path: Path) -> str:
