@@ -17,7 +17,8 @@ def check_kept(name: str, scale: Tensor) -> None:
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
     if is_deep_gemm_e8m0_used() and bool((torch.frexp(scale).mantissa != 0.5).any()):
+        weight = name.removesuffix("_scale_inv")
         raise ValueError(
-            f"vLLM's DeepGEMM rounds scales to powers of two and would quantise "
-            f"{name.removesuffix('_scale_inv')} again. Train with scale_rounding=power_of_two, or start vLLM with VLLM_USE_DEEP_GEMM_E8M0=0"
+            f"vLLM's DeepGEMM rounds scales to powers of two and would quantise {weight} again. Train with "
+            f"scale_rounding=power_of_two, or start vLLM with VLLM_USE_DEEP_GEMM_E8M0=0"
         )
