@@ -183,6 +183,40 @@ def test_other_recipes_train_with_bf16_rollouts():
     assert sent["model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
 
 
+def test_recomputed_blocks_give_the_same_gradient():
+    norms = []
+    for recompute in (False, True):
+        actor = actor_config("octavo")
+        engine = make_engine(actor, enable_gradient_checkpointing=recompute)
+        norms.append(train(engine, actor, with_old_logprobs(engine, mini_batch(0)))["metrics"]["grad_norm"])
+    assert norms[0] == norms[1] > 0.0
+
+
+def test_an_offloaded_engine_calibrates_saves_and_sends(tmp_path):
+    actor = actor_config("octavo", {"calibration": CALIBRATION | {"interval": 1, "pooled_steps": 1}}, "calibrated")
+    for name in ("param_offload", "optimizer_offload"):
+        object.__setattr__(actor.engine, name, True)
+    engine = make_engine(actor)
+    bounds = two_updates(engine, actor, 0)["metrics"]["calibration/low"]
+    engine.save_checkpoint(str(tmp_path / "actor"))
+    engine.load_checkpoint(str(tmp_path / "actor"), del_local_after_load=False)
+    assert bounds == [engine.calibrator.bounds.low] != [0.6]
+    assert len(list(engine.get_per_tensor_param()[0])) == 2 + len(engine.module.state_dict()) + len(engine.layers)
+
+
+def test_what_is_not_finite_moves_neither_bytes_nor_bounds():
+    actor = actor_config("octavo", {"calibration": CALIBRATION | {"interval": 1, "pooled_steps": 1}}, "calibrated")
+    engine = make_engine(actor)
+    first, last = (with_old_logprobs(engine, mini_batch(seed, last=seed == 1)) for seed in (0, 1))
+    train(engine, actor, first)
+    kept = {name: layer.get_buffer("weight_q").clone() for name, layer in engine.layers.items()}
+    last["old_log_probs"].values()[3] = float("nan")
+    metrics = train(engine, actor, last)["metrics"]
+    assert metrics["calibration/is_skipped"] == [1.0]
+    assert (engine.calibrator.bounds.low, engine.calibrator.bounds.high) == (0.6, 1.8)
+    assert all(same_bytes(layer.get_buffer("weight_q"), kept[name]) for name, layer in engine.layers.items())
+
+
 def test_lora_is_refused():
     with pytest.raises(ValueError, match="model.lora_rank=8"):
         make_engine(actor_config("octavo"), lora_rank=8)

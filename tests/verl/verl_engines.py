@@ -54,8 +54,7 @@ def make_engine(actor, model=MODEL, **changes):
         path=str(model),
         override_config={"attn_implementation": "sdpa"},
         use_remove_padding=False,
-        enable_gradient_checkpointing=False,
-        **changes,
+        **{"enable_gradient_checkpointing": False, **changes},
     )
     engine = EngineRegistry.new(
         model_type="language_model",
