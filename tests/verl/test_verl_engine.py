@@ -93,8 +93,10 @@ def test_calibration_moves_the_bounds_and_leaves_the_masters():
     assert metrics["actor/clip_low"].aggregate() == 0.6
 
 
-def test_the_shadow_of_old_runs_on_the_masters_before_the_step():
+@pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
+def test_the_shadow_of_old_runs_on_the_masters_before_the_step(master_dtype):
     actor = actor_config("octavo", {"calibration": CALIBRATION | {"pooled_steps": 1}}, "calibrated")
+    object.__setattr__(actor.engine, "model_dtype", master_dtype)
     engine = make_engine(actor)
     two_updates(engine, actor, 0)
     batch = mini_batch(5, last=True)
@@ -220,6 +222,14 @@ def test_what_is_not_finite_moves_neither_bytes_nor_bounds():
 def test_lora_is_refused():
     with pytest.raises(ValueError, match="model.lora_rank=8"):
         make_engine(actor_config("octavo"), lora_rank=8)
+
+
+def test_other_models_are_refused(tmp_path):
+    shutil.copytree(MODEL, tmp_path / "model")
+    config = json.loads((MODEL / "config.json").read_text()) | {"model_type": "ministral"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"architectures": ["MinistralForCausalLM"]}))
+    with pytest.raises(ValueError, match="dense models of llama, qwen2, qwen3; .* is a ministral"):
+        make_engine(actor_config("octavo"), model=tmp_path / "model")
 
 
 def test_shapes_that_vllm_refuses_are_named_before_loading(tmp_path):

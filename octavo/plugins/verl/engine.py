@@ -24,7 +24,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
-from octavo.models.config import decoder_config
+from octavo.models.config import FAMILIES
 from octavo.models.fp8_folder import SCALE
 from octavo.plugins.verl.calibrating import Calibrator, during
 from octavo.plugins.verl.config import EngineOptions, options_of
@@ -52,7 +52,11 @@ class Engine(FSDPEngineWithLMHead):
                 f"actor.strategy=octavo trains whole weights, and model.lora_rank={model_config.lora_rank}. Use "
                 f"actor.strategy=fsdp2, or lora_rank=0"
             )
-        decoder_config(model_config.hf_config, model_config.local_path)
+        if (family := model_config.hf_config.model_type) not in FAMILIES:
+            raise ValueError(
+                f"actor.strategy=octavo trains dense models of {', '.join(FAMILIES)}; {model_config.local_path} is a "
+                f"{family}. Use actor.strategy=fsdp2"
+            )
         object.__setattr__(engine_config, "strategy", "fsdp2")  # what verl's engine looks for
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.layers: dict[str, ShardedLinear] = {}
@@ -113,7 +117,7 @@ class Engine(FSDPEngineWithLMHead):
                     "calibration needs ratios that differ from 1, and with one update a step every ratio is 1. Use "
                     "actor.ppo_mini_batch_size below data.train_batch_size or actor.ppo_epochs above 1"
                 )
-            self._masters_before = [local.to(torch.bfloat16) for local in self._local_masters()]
+            self._masters_before = [local.to(torch.bfloat16, copy=True) for local in self._local_masters()]
         self._step_began = not is_last
         if is_last and self._masters_before is not None:
             data[SHADOW] = self._shadow_log_ratio(data)
@@ -127,7 +131,8 @@ class Engine(FSDPEngineWithLMHead):
 
     def prepare_model_outputs(self, output: Any, *arguments: Any, **named: Any) -> Any:
         """verl's, on FP32 logits: of BF16 ones it makes BF16 log-probabilities where flash-attn is missing."""
-        output.logits = output.logits.float()
+        if output.get("logits") is not None:  # verl's fused kernels make none
+            output.logits = output.logits.float()
         return super().prepare_model_outputs(output, *arguments, **named)
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
