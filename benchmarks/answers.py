@@ -1,87 +1,106 @@
-"""Answer checking on the real data sets: right answers in many forms, wrong ones, and checks per second.
+"""Answer checking on the real data sets: right answers in many forms, answers of other problems, checks per second.
 
     python benchmarks/answers.py                  all rows of $OCTAVO_DATA (default ../shared/data)
-    python benchmarks/answers.py --rows 200       a sample of each file
+    python benchmarks/answers.py --rows 200       a sample of each set
 
-Writes benchmarks/results/answers.json, and what was judged otherwise than expected, with reasons, to
-benchmarks/results/answers_listed.json. String equality is off: an answer is compared as a value, expression or word.
+Writes benchmarks/results/answers.json, and what was judged otherwise than expected to
+benchmarks/results/answers_listed.json. Equal texts are no short cut here: values, expressions and words are compared.
 """
 
-import ast
-import gzip
+import argparse
 import json
 import os
-import random
-import re
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-FILES = (
-    "gsm8k/train.jsonl.gz", "gsm8k/test.jsonl", "math/train.jsonl.gz", "math/test.jsonl.gz", "math500/test.jsonl",
-    "aime24/test.jsonl", "aime_1983_2023/train.jsonl", "amc22/test.jsonl", "olympiadbench/test.jsonl",
-    "minerva/test.jsonl", "dapo_math_17k/train.jsonl.gz", "deepmath_5k/train.jsonl.gz",
-    "deepscaler_math/train.jsonl.gz", "deepscaler_sub/train.jsonl",
-)  # fmt: skip
-DATA = Path(os.environ.get("OCTAVO_DATA", "../shared/data"))
+from answer_cases import FORMS, SETS, Case, check_values, problems_of, right_cases, shuffled_cases
+
+from octavo.bench.results import Results, Row
+from octavo.tasks.answers import check_math, check_numbers
+from octavo.tasks.verdict import Verdict
+from octavo.tasks.verifiers import VerifierConfig, VerifierPool
+
+NUM_TIMED = 20_000
 
 
-def read_references(file: Path) -> list[tuple[str, str]]:
-    """(id, reference) of every row; of several accepted answers, one a line."""
-    with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    return [(row["id"], reference_text(row["answer"])) for row in rows]
+def main() -> None:
+    """Judge everything and write both files."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=None, help="of each set; all without it")
+    rows = parser.parse_args().rows
+    command = "python benchmarks/answers.py" + ("" if rows is None else f" --rows {rows}")
+    results, listed = Results("answers", command), []
+    totals: Counter[str] = Counter()
+    with VerifierPool(VerifierConfig(num_workers=2, timeout_s=10.0)) as pool:
+        for name in SETS:
+            problems = problems_of(name, rows)
+            right = [case for problem in problems for case in right_cases(problem)]
+            for form in FORMS:
+                found = list(judged(pool, [case for case in right if case.form == form]))
+                num_right = sum(verdict.outcome == "correct" for _, verdict in found)
+                totals |= Counter({form: totals[form] + num_right, f"{form} of": totals[f"{form} of"] + len(found)})
+                results.add(Row(case=f"{name}/{form}", metric="correct_share", value=num_right / len(found),
+                                unit="", goal=0.995, note=f"{len(found)} answers"))  # fmt: skip
+                listed += [entry(case, verdict) for case, verdict in found if verdict.outcome != "correct"]
+            found = list(judged(pool, list(shuffled_cases(problems))))
+            num_right, num_same = (
+                sum(verdict.outcome == "correct" for _, verdict in found),
+                sum(case.expected for case, _ in found),
+            )
+            results.add(Row(case=f"{name}/shuffled", metric="correct_share", value=num_right / len(found), unit="",
+                            goal=num_same / len(found), better="lower",
+                            note=f"{num_same} of {len(found)} are the same text"))  # fmt: skip
+            listed += [entry(case, verdict) for case, verdict in found
+                       if (verdict.outcome == "correct") != case.expected]  # fmt: skip
+        for form in FORMS:
+            results.add(Row(case=f"all/{form}", metric="correct_share", value=totals[form] / totals[f"{form} of"],
+                            unit="", goal=0.995, note=f"{totals[f'{form} of']} answers"))  # fmt: skip
+        speed(pool, results)
+    path = Path(os.environ.get("OUT", "benchmarks/results")) / "answers_listed.json"
+    path.write_text("[\n" + ",\n".join(json.dumps(each) for each in listed) + "\n]\n")
 
 
-def reference_text(answer: str | list[str]) -> str:
-    """GSM8K's behind ####, OlympiadBench's list, Minerva's list written as Python; else the text itself."""
-    if isinstance(answer, str) and re.fullmatch(r"\[['\"].*['\"]\]", answer, flags=re.DOTALL):
-        answer = ast.literal_eval(answer)
-    if isinstance(answer, list):
-        return "\n".join(" ".join(each.split()) for each in answer)
-    return " ".join(answer.rpartition("####")[2].split())
+def judged(pool: VerifierPool, cases: list[Case]) -> Iterator[tuple[Case, Verdict]]:
+    """Each case with its verdict; equal ones are judged once."""
+    futures: dict[tuple[str, str, tuple[str, ...]], object] = {}
+    for case in cases:
+        key = (case.completion, case.problem.answer, case.problem.accepted)
+        if key not in futures:
+            quick = check_numbers(case.problem, case.completion)
+            futures[key] = quick or pool.submit(check_values, case.problem, case.completion)
+    for case in cases:
+        found = futures[case.completion, case.problem.answer, case.problem.accepted]
+        yield case, found if isinstance(found, Verdict) else found.result()
 
 
-def rewritten(reference: str) -> str:
-    """The same answer, written otherwise, by rule and without looking at what it means."""
-    text = re.sub(r"(?<![\\A-Za-z])\\frac(?![A-Za-z])", r"\\dfrac", reference.replace(r"\dfrac", r"\frac"))
-    text = re.sub(r"\\left\s*|\\right\s*", "", text)
-    text = (
-        re.sub(r"\((?=[^()]*,[^()]*\)$)", r"\\left( ", re.sub(r"(?<=[^()])\)$", r" \\right)", text))
-        if re.fullmatch(r"\([^()]*\)", text)
-        else text
-    )
-    text = (
-        re.sub(r"(?<![0-9.,])([0-9]{1,3})([0-9]{3})(?![0-9.,]|_)", r"\1{,}\2", text)
-        if re.fullmatch(r"[0-9]{4,6}", text)
-        else text
-    )
-    if re.fullmatch(r"-?[0-9]+\.[0-9]{1,4}", text):
-        whole, _, fixed = text.partition(".")
-        return f"\\frac{{{whole}{fixed}}}{{1{'0' * len(fixed)}}}"
-    if re.fullmatch(r"-?[0-9]{1,3}", text):
-        return f"x = {text}.0"
-    text = re.sub(r"(?<![\\A-Za-z])\s*([+])\s*", r" \1 ", text)
-    return text.replace(r"\cdot", r"\times").replace("^\\circ", "^{\\circ}").replace("\\text{", "\\mbox{")
-
-
-def forms(reference: str) -> dict[str, str]:
-    """Completions that give the reference, by the name of the form."""
-    first = reference.splitlines()[0] if reference else ""
-    bare = re.sub(r"(?<!\\)\$", "", first)
+def entry(case: Case, verdict: Verdict) -> dict[str, str]:
+    """What the list says of a case."""
     return {
-        "prose": f"We add both sides and simplify.\nSo the answer is ${bare}$.",
-        "boxed": f"Hence 3 of 7 cases remain and we get $\\boxed{{{bare}}}$ as claimed.",
-        "hashes": f"We halve 48.\n#### {first}",
-        "rewritten": f"Thus \\boxed{{{rewritten(bare)}}}.",
+        "id": case.problem.id,
+        "form": case.form,
+        "completion": case.completion,
+        "answer": "\n".join((case.problem.answer, *case.problem.accepted)),
+        "outcome": verdict.outcome,
+        "detail": verdict.detail,
     }
 
 
-def cases(files: tuple[str, ...] = FILES, rows: int | None = None) -> Iterator[tuple[str, str, str, str, str]]:
-    """(file, form, id, completion, reference), right answers."""
-    for name in files:
-        references = read_references(DATA / name)
-        for identity, reference in (
-            references if rows is None else random.Random(name).sample(references, min(rows, len(references)))
-        ):
-            for form, completion in forms(reference).items():
-                yield name, form, identity, completion, reference
+def speed(pool: VerifierPool, results: Results) -> None:
+    """Checks of GSM8K's answers in a second: in a run's own process, as it does plain numbers, and all in workers."""
+    problems = problems_of("gsm8k")
+    worked = f"She has 3 bags of 4 apples, so 3 * 4 = 12 apples, {'and so on ' * 30}\n#### "
+    cases = [(problem, worked + problem.answer) for problem in (problems * NUM_TIMED)[:NUM_TIMED]]
+    start = time.perf_counter()
+    own = [check_numbers(*case) for case in cases]
+    middle = time.perf_counter()
+    apart = [future.result() for future in [pool.submit(check_math, *case) for case in cases]]
+    end = time.perf_counter()
+    assert own == apart and {verdict.outcome for verdict in apart} == {"correct"}
+    for name, seconds in (("own process", middle - start), ("2 workers", end - middle)):
+        results.add(Row(case=f"gsm8k/{name}", metric="checks_s", value=NUM_TIMED / seconds, unit="1/s", goal=500.0))
+
+
+if __name__ == "__main__":
+    main()

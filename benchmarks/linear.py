@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from octavo.bench.gemm import random_linear
-from octavo.bench.measure import kernel_names, milliseconds
+from octavo.bench.measure import kernel_milliseconds, milliseconds
 from octavo.bench.results import Results, Row
 from octavo.numerics.recipe import get_recipe
 
@@ -95,11 +95,22 @@ def main() -> None:
         else:
             goal, speedup = GOALS.get(name), best_bf16 / mean
             results.add(Row(case=case, metric="speedup_vs_bf16", value=speedup, unit="x", goal=goal))
-    K, projections = LINEARS["gate_up"]
     for recipe in RECIPES:
-        layer = random_linear(K, projections, get_recipe(recipe))
+        for name, ms in profile_of(recipe).items():
+            case = f"kernels of a layer/{MODEL}/{recipe}/{name}"
+            results.add(Row(case=case, metric="ms", value=ms, unit="ms", better="lower"))
+
+
+def profile_of(recipe: str) -> dict[str, float]:
+    """Kernel -> milliseconds in forward and backward of the four linears, those of 0.05 and more."""
+    total: dict[str, float] = {}
+    for K, projections in LINEARS.values():
+        layer = random_layer(recipe, K, projections)
         x = torch.randn(TOKENS, K, device="cuda").bfloat16().requires_grad_()
-        print(f"kernels of {recipe}: {', '.join(dict.fromkeys(kernel_names(partial(_once, layer, x))))}", flush=True)
+        grad_y = torch.randn(TOKENS, sum(projections.values()), device="cuda").bfloat16()
+        for name, ms in kernel_milliseconds(partial(_once, layer, x, grad_y)).items():
+            total[name] = total.get(name, 0.0) + ms
+    return {name: ms for name, ms in sorted(total.items(), key=lambda item: -item[1]) if ms >= 0.05}
 
 
 def random_layer(recipe: str, K: int, projections: dict[str, int]) -> nn.Module:
@@ -120,9 +131,10 @@ def layer_milliseconds(make: Make) -> tuple[float, float]:
     return first, again
 
 
-def _once(layer: nn.Module, x: torch.Tensor) -> None:
-    y = layer(x)
-    y.backward(torch.ones_like(y))
+def _once(layer: nn.Module, x: torch.Tensor, grad_y: torch.Tensor) -> None:
+    for leaf in (x, *layer.parameters()):
+        leaf.grad = None
+    layer(x).backward(grad_y)
 
 
 if __name__ == "__main__":

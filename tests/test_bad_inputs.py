@@ -51,7 +51,7 @@ OVERRIDES = {  # of a config that works: the override, what the line must say
     "mini-batches that do not divide": ("rollout.prompts_per_step=3", ["prompts_per_step=3", "num_mini_batches=2"]),
     "k1 as a penalty": ("algorithm.kl={coefficient: 0.1, estimator: k1}", ["algorithm.kl", "k1", "k3"]),
     "clip out of range": ("algorithm.clip.clip_low=1.2", ["clip_low", "1.2"]),
-    "calibration of another loss": ("algorithm.loss.type=gspo", ["algorithm.loss.type=gspo", "calibration: null"]),
+    "calibration of another loss": ("algorithm.loss.type=bapo", ["algorithm.loss.type=bapo", "calibration: null"]),
     "calibration with a dual clip": ("algorithm.loss.dual_clip=3.0", ["dual_clip=3.0", "calibration: null"]),
     "bounds of another loss": (
         "algorithm={loss: {type: cispo}, clip: {clip_low: 0.1}}",

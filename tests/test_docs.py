@@ -147,3 +147,12 @@ def test_the_tables_of_overclipping_are_its_results():
                 assert cell.split(" (")[0] == f"{row.value:.{3 if metric == 'noise_std' else 2}f}", (rate, case, name)
                 compared += 1
     assert compared == 2 * 8 * len(metrics)
+
+
+def test_the_snippets_on_verifiers_are_right(capsys):
+    reward, check = re.findall(r"^```python\n(.*?)^```", PAGES["docs/verifiers.md"], re.M | re.S)
+    names = {}
+    exec(reward, names)
+    assert names["score"]("", "word " * 90, "") == -0.1
+    exec(check, {"__name__": "__main__"})
+    assert capsys.readouterr().out == "Verdict(outcome='correct', reward=1.0, detail='')\n"

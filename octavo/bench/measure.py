@@ -48,11 +48,25 @@ def copy_speed() -> float:
 
 def kernel_names(call: Callable[[], object]) -> list[str]:
     """The GPU kernels that a call launches, in order, by the profiler's names without their template arguments."""
+    return [name for name, _ in _kernels(call)]
+
+
+def kernel_milliseconds(call: Callable[[], object]) -> dict[str, float]:
+    """Kernel -> time of all its launches in a call, longest first."""
+    total: dict[str, float] = {}
+    for name, milliseconds in _kernels(call):
+        total[name] = total.get(name, 0.0) + milliseconds
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def _kernels(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """Name and milliseconds of each kernel of the second of two calls, in order."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
     on_device = [event for event in profile.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
-    names = [event.name for event in sorted(on_device, key=lambda event: event.time_range.start)]
-    return [re.sub(r"[<(].*", "", name).removeprefix("void ") for name in names if not name.startswith(("Mem", "cuda"))]
+    found = [(event.name, event.device_time / 1e3) for event in sorted(on_device, key=lambda e: e.time_range.start)]
+    kernels = [(name, ms) for name, ms in found if not name.startswith(("Mem", "cuda"))]
+    return [(re.sub(r"[<(].*", "", name).removeprefix("void "), ms) for name, ms in kernels]

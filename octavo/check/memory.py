@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from octavo.models.config import DecoderConfig
 from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.rl.calibration_config import EMAReference, SnapshotReference
 from octavo.trainer.config import TrainConfig
 
 OPERAND_BYTES = 8
@@ -37,7 +38,7 @@ class MemoryEstimate:
 def estimate_memory(
     config: TrainConfig, shape: DecoderConfig, two_forwards: bool, critic_shape: DecoderConfig | None = None
 ) -> MemoryEstimate:
-    """The estimate for one policy, its optimiser, its KV cache and, if there are, its reference and its critic.
+    """The estimate for one policy, its optimiser, its KV cache and what else the run holds: reference, shadow, critic.
 
     Args:
         config: of the run.
@@ -62,6 +63,12 @@ def estimate_memory(
         parts["the rollout's own bytes"] = twin.stored + twin.operands
     if config.algorithm.kl.coefficient > 0.0:
         parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands
+    if config.calibration is not None and isinstance(config.calibration.reference, EMAReference | SnapshotReference):
+        copy = forward_bytes(shape, get_recipe("bf16"), on_gpu)
+        parts["calibration's reference"] = 4 * num_parameters + copy.stored
+    if config.algorithm.loss_shadow == "fp32_shadow":
+        twin = forward_bytes(shape, get_recipe("fp32"), on_gpu)
+        parts["FP32 shadow"] = twin.stored + twin.operands
     if config.watch is not None and config.watch.action == "bf16_forward":
         bf16 = get_recipe("bf16")
         twin = forward_bytes(shape, bf16, on_gpu)
@@ -119,9 +126,9 @@ def forward_bytes(shape: DecoderConfig, recipe: Recipe, on_gpu: bool) -> Forward
 
 
 def kv_cache_bytes(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> int:
-    """Keys and values of every slot, and the scales of an FP8 cache."""
+    """Keys and values of every slot, those of the scratch page too, and the scales of an FP8 cache."""
     engine = config.rollout.engine
-    slots = engine.kv_cache_tokens // engine.page_size * engine.page_size
+    slots = (engine.kv_cache_tokens // engine.page_size + 1) * engine.page_size
     per_head = shape.head_dim * FORMAT_BYTES[recipe.kv_cache] + (4 if recipe.kv_cache == "fp8" else 0)
     return 2 * shape.num_layers * slots * shape.num_kv_heads * per_head
 

@@ -26,6 +26,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.rl.gae import GAEConfig
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import encode_messages, stop_token_ids
+from octavo.tasks.sandbox import refusal
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.critic import check_critic_vocabulary
@@ -180,8 +181,19 @@ def task_rows(config: TrainConfig, shape: DecoderConfig | None, tokenizer: Any) 
     both = overlap_text(task.train, [problem for each in sets for problem in each.test])
     if both and not config.evaluation.drop_overlap:
         yield _row("task", "WARN", both, "set evaluation.drop_overlap=true, which leaves them out of training")
+    if any(problem.tests for each in (task, *sets) for problem in (*each.train, *each.test)):
+        yield sandbox_row(config, refusal())
     if shape is not None and tokenizer is not None:
         yield prompts_row(config, task, sets, shape, tokenizer)
+
+
+def sandbox_row(config: TrainConfig, why: str | None) -> Row:
+    """Whether programs of completions can be cut off from this machine; `why` not."""
+    if why is None:
+        return _row("sandbox", "OK", "programs run without network, files and rights")
+    if config.verifier.allow_unisolated:
+        return _row("sandbox", "WARN", f"programs run without isolation: {why}", "use a machine with user namespaces")
+    return _row("sandbox", "FAIL", why, "use a machine with user namespaces, or set verifier.allow_unisolated=true")
 
 
 def prompts_row(config: TrainConfig, task: Task, sets: list[Task], shape: DecoderConfig, tokenizer: Any) -> Row:

@@ -13,7 +13,6 @@ this device and for this shape.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from octavo.kernels import agreement
 from octavo.kernels.decode_gemm import Kind
 from octavo.kernels.deep_gemm import deep_gemm_product
-from octavo.kernels.operands import Operand
+from octavo.kernels.operands import Operand, spread
 from octavo.kernels.scaled_mm import block_product, row_product
 from octavo.kernels.triton_gemm import decode_weight, triton_product
 from octavo.kernels.triton_shim import HAS_GLUON
@@ -128,9 +127,8 @@ def _by_rows(left: Operand, right: Operand, bias: Tensor | None, dtype: torch.dt
     assert bias is None, "a bias of several projections reduced together"
     edges = left.k_edges
     if all(edge % K_BLOCK == 0 for edge in edges):  # a scale per piece is a scale per block that repeats
-        blocks = torch.tensor([(stop - start) // K_BLOCK for start, stop in pairwise(edges)], device=left.values.device)
-        repeat = partial(torch.repeat_interleave, repeats=blocks, dim=0, output_size=edges[-1] // K_BLOCK)
-        x_scale, w_scale = repeat(left.scale.T).T, repeat(right.scale.T).T
+        in_blocks = [edge // K_BLOCK for edge in edges]
+        x_scale, w_scale = (spread(scale.T.contiguous(), in_blocks, dim=0).T for scale in (left.scale, right.scale))
         return block_product(left.values, right.values, x_scale, w_scale, None, dtype)
     total, start = torch.zeros((), device=left.values.device), 0
     for index, (low, high) in enumerate(pairwise(edges)):

@@ -69,7 +69,7 @@ class Operand:
         if self.scale is None:
             return values[:, :K]
         if values.dtype == torch.float64:
-            return values.float() * _spread(self.scale, self.k_edges, dim=1)
+            return values.float() * spread(self.scale, self.k_edges, dim=1)
         multiple = K_BLOCK if self.by_blocks else ROW_MULTIPLE
         if not _is_full(self.k_edges, multiple):
             values = values[:, _places(tuple(self.k_edges), multiple, values.device)]
@@ -77,7 +77,7 @@ class Operand:
         if self.rows_per_scale > 1:
             scale = scale.repeat_interleave(self.rows_per_scale, dim=0)
             scale = scale[: len(values)] if self.rows is None else scale[self.rows]
-        return values.float() * _spread(scale, self.k_edges, dim=1)
+        return values.float() * spread(scale, self.k_edges, dim=1)
 
     def written_to(self, other: Operand) -> Operand:
         """This operand, of the same layout as the other, in the other's memory."""
@@ -115,11 +115,11 @@ class QuantizedMatrix:
 
     def reference_operand(self) -> Operand:
         """Ready for the reference's product reduced over the columns."""
-        return Operand(self.q.double(), _spread(self.scale, self.row_edges, dim=0), self.column_edges)
+        return Operand(self.q.double(), spread(self.scale, self.row_edges, dim=0), self.column_edges)
 
     def dequantize(self) -> Tensor:
         """[M, K] fp32, q * scale."""
-        return self.q.float() * _spread(_spread(self.scale, self.row_edges, dim=0), self.column_edges, dim=1)
+        return self.q.float() * spread(spread(self.scale, self.row_edges, dim=0), self.column_edges, dim=1)
 
 
 def quantize_matrix(
@@ -240,7 +240,7 @@ def kernel_operand(matrix: QuantizedMatrix) -> Operand:
         if q is not matrix.q:  # `decode_gemm` reads a weight before the kernel just ahead of it is sure to have ended
             torch.zeros((), device=q.device)
         return Operand(q, matrix.scale.contiguous(), matrix.column_edges, True, K_BLOCK, rows)
-    return Operand(q, _spread(matrix.scale, matrix.row_edges, dim=0), matrix.column_edges, by_blocks)
+    return Operand(q, spread(matrix.scale, matrix.row_edges, dim=0), matrix.column_edges, by_blocks)
 
 
 def _is_full(edges: Sequence[int], multiple: int) -> bool:
@@ -271,11 +271,16 @@ def _places(edges: tuple[int, ...], multiple: int, device: torch.device) -> Tens
     return torch.tensor(places, device=device)
 
 
-def _spread(scale: Tensor, edges: Sequence[int], dim: int) -> Tensor:
+def spread(scale: Tensor, edges: Sequence[int], dim: int) -> Tensor:
     """One scale per block -> one per row (or column)."""
     if len(edges) - 1 == edges[-1]:  # blocks of one
         return scale
     if len(edges) == 2:
         return scale.repeat_interleave(edges[-1], dim=dim)
-    sizes = torch.tensor([stop - start for start, stop in pairwise(edges)], device=scale.device)
-    return scale.repeat_interleave(sizes, dim=dim, output_size=edges[-1])
+    return scale.repeat_interleave(_sizes(tuple(edges), scale.device), dim=dim, output_size=edges[-1])
+
+
+@lru_cache(maxsize=256)
+def _sizes(edges: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of each block, int64. Kept: to put it on a GPU waits for everything before it."""
+    return torch.tensor([stop - start for start, stop in pairwise(edges)], device=device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -170,6 +170,7 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             parent, _, leaf = name.rpartition(".")
             setattr(twin.get_submodule(parent), leaf, parameter)
+        twin.recompute_layers = self.recompute_layers
         twin.to(self.embed_tokens.device)
         twin.requantize_()
         return twin
@@ -225,13 +226,23 @@ class Decoder(nn.Module):
         return self._head[1]
 
 
-def _recomputed(block: Block, *arguments: Any) -> Tensor:
-    return checkpoint(
-        block,
-        *arguments,
-        use_reentrant=False,
-        preserve_rng_state=False,  # a forward draws nothing
-        context_fn=lambda: (nullcontext(), block.recomputing()),
+def _recomputed(
+    block: Block, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor, shadow: bool
+) -> Tensor:
+    def run(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # the count is no input: it changes before the backward
+        return cast(Tensor, block(h, cos, sin, context, num_saturated, shadow))
+
+    return cast(
+        Tensor,
+        checkpoint(
+            run,
+            h,
+            cos,
+            sin,
+            use_reentrant=False,
+            preserve_rng_state=False,  # a forward draws nothing
+            context_fn=lambda: (nullcontext(), block.recomputing()),
+        ),
     )
 
 

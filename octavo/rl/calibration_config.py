@@ -211,12 +211,12 @@ class GridCalibration(CalibrationConfig):
 
     type_name: ClassVar[str] = "grid"
     grid_step: float = 0.02
-    """Distance of neighbouring candidates; divides both ranges. At least 1e-8."""
+    """Distance of neighbouring candidates; divides both ranges. At least 1e-4."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.grid_step >= 1e-8:
-            raise ValueError(f"grid_step is the distance of candidates, at least 1e-8; got {self.grid_step}")
+        if not self.grid_step >= 1e-4:
+            raise ValueError(f"grid_step is the distance of candidates, at least 1e-4; got {self.grid_step}")
         for side in ("low", "high"):
             smallest, largest = getattr(self, f"{side}_min"), getattr(self, f"{side}_max")
             num_steps = round((largest - smallest) / self.grid_step)

@@ -90,7 +90,7 @@ class KLConfig:
             raise ValueError(
                 f"estimator 'k1' cannot be a loss term (coefficient={self.coefficient}): its gradient is that of "
                 "logprobs, whose expectation under the policy is zero, so it would add noise and no penalty. "
-                "Use estimator 'k2' or 'k3', placement 'reward', or coefficient 0 to only log it."
+                "Use estimator 'k2' or 'k3', or placement 'reward'."
             )
 
 

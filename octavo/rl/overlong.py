@@ -22,6 +22,11 @@ class OverlongConfig:
             raise ValueError(f"buffer_tokens is a number of tokens, at least 0; got {self.buffer_tokens}")
         if not self.penalty >= 0.0:
             raise ValueError(f"penalty is subtracted from the reward and must be at least 0; got {self.penalty}")
+        if self.buffer_tokens == 0 and self.penalty != OverlongConfig.penalty:
+            raise ValueError(
+                f"penalty={self.penalty} grows over the last buffer_tokens before the limit, which are 0, so nothing "
+                f"would be subtracted. Give buffer_tokens, as 128"
+            )
 
 
 def overlong_penalty(num_tokens: Tensor, max_completion_tokens: int, config: OverlongConfig) -> Tensor:

@@ -107,6 +107,7 @@ class Engine:
         seed: int = 0,
         first_index: int = 0,
         progress: Callable[[int], None] | None = None,
+        on_completion: Callable[[int, int, Completion], None] | None = None,
     ) -> list[list[Completion]]:
         """Sample `group_size` completions of each prompt.
 
@@ -121,6 +122,7 @@ class Engine:
             seed: of the random numbers.
             first_index: index of the first prompt, when these are a part of more prompts.
             progress: called after every step with the number of completions that finished in it; may raise.
+            on_completion: called with (index in `prompts`, group member, completion) of each as it finishes.
 
         Returns:
             P lists of G completions.
@@ -158,6 +160,9 @@ class Engine:
             finished = [sequence for sequence in batch if self._reason(sequence)]
             for sequence in finished:
                 queue.finish(sequence, self._reason(sequence))
+                if on_completion is not None:
+                    p, g = divmod(sequence.sequence_id, MAX_GROUP_SIZE)
+                    on_completion(p - first_index, g, _completion(sequence))
             if progress is not None:
                 progress(len(finished))
         self.num_preemptions = queue.num_preemptions

@@ -17,8 +17,7 @@ from octavo.kernels.lm_head import logsumexp_of
 from octavo.kernels.logprobs import chosen_logprobs, sampling_weights
 from octavo.kernels.sampling import draw_tokens
 from octavo.kernels.triton_shim import on_gpu
-
-_MASK_64 = 2**64 - 1
+from octavo.rollout.counter import uniform_bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,18 +141,3 @@ def truncate(weights: Tensor, config: SamplingConfig) -> Tensor:
 def signed(number: int) -> int:
     """The whole number of 64 bits, with a sign, that equals this one modulo 2**64: what a tensor holds of a seed."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def uniform_bits(seed: int, sequence: int, position: int) -> int:
-    """64 random bits that depend on the three numbers only (SplitMix64, Steele et al. 2014, chained)."""
-    state = 0
-    for number in (seed, sequence, position):
-        state = _splitmix64(state ^ (number & _MASK_64))
-    return state
-
-
-def _splitmix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK_64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return x ^ (x >> 31)

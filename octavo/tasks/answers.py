@@ -1,17 +1,16 @@
 """Finds the final answer in a completion, and checks it against the reference.
 
-The checks are what a task's `check` may be: `check_math`, `check_exact`, `check_choice`, `CheckNumeric`; GSM8K's is
-beside its data. None waits or crashes on purpose, but an expression may take for ever: `VerifierPool` bounds it.
+The checks are what a task's `check` may be, by name in `checks`: `check_math`, `check_exact`, `check_choice`; and
+`CheckNumeric`. None waits or crashes on purpose, but an expression may take for ever: `VerifierPool` bounds it.
 """
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from octavo.tasks.answers_compare import compare_answers
+from octavo.tasks.answers_compare import compare_answers, compare_numbers
 from octavo.tasks.answers_plain import closing_brace, plain
 from octavo.tasks.answers_values import NUMBER_IN_TEXT, read_value
-from octavo.tasks.answers_values import parse_number as parse_number
 from octavo.tasks.problem import Problem
 from octavo.tasks.verdict import Verdict, judged
 
@@ -23,9 +22,10 @@ _BETWEEN_BOXES = re.compile(r"(?:[\s$,;]|\\[()\[\],;]|\b(?:and|or)\b)*")
 _PHRASE = re.compile(
     r"\banswer\b[^\n.:=]{0,40}?(?:\bis\b|[:=])\s*(?:simply|just|equal to|approximately)?\s*:?", re.IGNORECASE
 )
-_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL)
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z\"'(*]|\s*$)|\n")
-_WORDS = r"(?:[A-Za-z]{2,}[\s,.:;'\"*]*|[\s.:;*])*"
+_WORDS = r"(?:[\s.:;*]*(?:[A-Za-z]{2,}+[\s,.:;'\"*]*)*)"  # each text in one way only, or a match takes for ever
 _NUMBER_AMONG_WORDS = re.compile(
     rf"(?:{_WORDS}(?<=[\s*])(?!-\s))?(?P<number>{NUMBER_IN_TEXT.pattern})(?:[.*]*\s+{_WORDS}|[.*]*)"
 )
@@ -42,7 +42,7 @@ def extract_answer(text: str) -> str | None:
     not stand in.
     """
     _, _, spoken = text[-SEARCHED_CHARS:].rpartition("</think>")
-    answers = re.findall(r"<answer>(.*?)</answer>", spoken, flags=re.DOTALL)
+    answers = _TAGGED.findall(spoken)
     spoken = answers[-1] if answers else spoken
     if _BOX.search(spoken):
         return _boxed(spoken)
@@ -68,10 +68,21 @@ def check_math(problem: Problem, completion_text: str) -> Verdict:
     answer = extract_answer(completion_text)
     if answer is None:
         return Verdict("unparsable", 0.0, "no answer")
-    equality, why = compare_answers(answer, problem.answer)
+    found = [compare_answers(answer, reference) for reference in (problem.answer, *problem.accepted)]
+    equality, why = max(found, key=lambda result: ("unreadable", "different", "equal").index(result[0]))
     if equality == "unreadable":
-        return Verdict("unparsable", 0.0, why or "the answer cannot be compared")
+        return Verdict("unparsable", 0.0, why or "no comparison")
     return judged(equality == "equal")
+
+
+def check_numbers(problem: Problem, completion_text: str) -> Verdict | None:
+    """`check_math`'s verdict where there is no answer, or it and the references are plain numbers; None where more is
+    to be read than takes a millisecond."""
+    answer = extract_answer(completion_text)
+    references = (problem.answer, *problem.accepted)
+    if answer is not None and any(compare_numbers(answer, reference) is None for reference in references):
+        return None
+    return check_math(problem, completion_text)
 
 
 def check_exact(problem: Problem, completion_text: str) -> Verdict:
@@ -112,7 +123,7 @@ class CheckNumeric:
         """The verdict on a completion."""
         answer = extract_answer(completion_text)
         number = None if answer is None else _one_number(answer)
-        references = [value for line in problem.answer.splitlines() if (value := _one_number(line)) is not None]
+        references = [value for text in (problem.answer, *problem.accepted) if (value := _one_number(text)) is not None]
         if number is None or not references:
             return Verdict("unparsable", 0.0, "no number" if number is None else "the reference is no number")
         tolerance = Fraction(self.relative_tolerance)

@@ -51,16 +51,10 @@ def compare_answers(answer: str, reference: str) -> tuple[Equality, str]:
 
     Args:
         answer: as the completion wrote it, without \\boxed.
-        reference: the right answer; of several lines, each is a right answer.
+        reference: the right answer.
     """
-    if len(answer) > MAX_ANSWER_CHARS:
-        return "unreadable", f"longer than {MAX_ANSWER_CHARS} characters"
-    if "\n" in reference.strip():
-        found = [compare_answers(answer, line) for line in reference.splitlines() if line.strip()]
-        return max(found, key=lambda result: ("unreadable", "different", "equal").index(result[0]))
-    one, other = parse_number(answer), parse_number(reference)
-    if one is not None and other is not None and (one == other or "%" not in answer + reference):
-        return ("equal" if one == other else "different"), ""
+    if (found := compare_numbers(answer, reference)) is not None:
+        return found
     if _CONTROL.search(answer):
         return "unreadable", "control characters"
     if max(accumulate(("([{".count(c) - ")]}".count(c) for c in answer), initial=0)) > MAX_NESTED:
@@ -69,6 +63,16 @@ def compare_answers(answer: str, reference: str) -> tuple[Equality, str]:
     if not given or not expected:
         return "unreadable", "empty" if not given else "the reference is empty"
     return _compare(given, expected)
+
+
+def compare_numbers(answer: str, reference: str) -> tuple[Equality, str] | None:
+    """The same of two plain numbers, and of an answer that is too long to be read; None for any other."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return "unreadable", f"longer than {MAX_ANSWER_CHARS} characters"
+    one, other = parse_number(answer), parse_number(reference)
+    if one is None or other is None or (one != other and "%" in answer + reference):
+        return None
+    return ("equal" if one == other else "different"), ""
 
 
 def _compare(given: str, expected: str) -> tuple[Equality, str]:
@@ -289,8 +293,14 @@ def _as_chains(given: str, expected: str) -> tuple[Equality, str] | None:
     *before, last = split(given, "=") or [""]
     if not before or len(split(expected, "=")) > 1 or _RELATION.search(given.replace("=", "")):
         return None
-    checked = [part for part in before if not re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", part))]
+    if any(map(_has_letters, before)) and (value := read_value(expected)) is not None and value.number == 0:
+        return "different", ""  # an equation, not a result
+    checked = [part for part in before if not _has_letters(part)]
     return _all_equal([_compare(part, expected) for part in (*checked, last)])
+
+
+def _has_letters(text: str) -> bool:
+    return re.search("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) is not None
 
 
 def _with_units(given: str, expected: str) -> tuple[Equality, str] | None:

@@ -62,6 +62,7 @@ def plain(text: str) -> str:
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s*(?=[({0-9])", r"\\sqrt ", text)
     text = re.sub(r"\^\s*(-?[0-9]{2,}|-[0-9A-Za-z])", r"^{\1}", _with_braces(text))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?", r"^\\circ ", text)
+    text = re.sub(r"\^\s*(?:\{((?:\s*\\prime)+)\s*\}|(\\prime)(?![A-Za-z]))", _primes, text)
     text = re.sub(r"^\s*\\approx(?![A-Za-z])|[.,;:\s]+$", "", re.sub(r" {2,}", " ", text).strip()).strip()
     while text.startswith("{") and closing_brace(text, 1) == len(text) - 1:
         text = text[1:-1].strip()
@@ -130,6 +131,10 @@ def _words(match: re.Match[str]) -> str:
     if not content:
         return " "
     return content if len(content) == 1 or not re.search("[A-Za-z]", content) else f"\\text{{{content}}}"
+
+
+def _primes(match: re.Match[str]) -> str:
+    return "'" * match[0].count("prime")
 
 
 def _spelt_symbol(match: re.Match[str]) -> str:

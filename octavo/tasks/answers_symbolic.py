@@ -6,6 +6,7 @@ may still be slow: callers that must not wait run it in a `VerifierPool`.
 """
 
 import re
+import zlib
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,6 +65,11 @@ def compare_expressions(answer: str, reference: str) -> tuple[Equality, str]:
     return _compare(given, expected, _decimals(answer), _decimals(reference)), ""
 
 
+def warm_up() -> None:
+    """Load what an expression needs, a second's work, once for all worker processes."""
+    compare_expressions("2x+1", "1+2x")
+
+
 def _decimals(text: str) -> int | None:
     """Places after the point, of a plain decimal of enough digits to be the rounding of something."""
     value = read_value(text)
@@ -85,6 +91,7 @@ def _parse(text: str) -> "Basic":
         raise ValueError(f"holds \\{min(unknown)}, which is not read")
     if re.search(r"['\"?&#@~`:;]|[0-9]\s*_|[^\x00-\x7f]", re.sub(r"\\begin\{.*?\\end\{[a-z]*\}", "", text)):
         raise ValueError("holds characters that are not read")
+    import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     config = ConversionConfig(lowercase_symbols=False, interpret_contains_as_eq=False)
@@ -95,20 +102,35 @@ def _parse(text: str) -> "Basic":
         )
     except Exception as error:  # a parser of free text, which raises whatever it meets
         raise ValueError("is no mathematics that the parser knows") from error
-    if found is None:
-        raise ValueError("is empty")
-    return found
+    if not isinstance(found, sympy.Basic | sympy.MatrixBase):
+        raise ValueError("is no mathematics that the parser knows")
+    return found.xreplace({each: sympy.Rational(str(each)) for each in found.atoms(sympy.Float)})  # 0.1 is a tenth
 
 
 def _readable(text: str) -> str:
     """What the parser takes for something else, or cannot read, under names that it takes for variables."""
     text = re.sub(r"\^\s*\{?\s*\\(?:top|intercal)(?![A-Za-z])\s*\}?", "^{T}", text)
     text = re.sub(r"\\math(?:frak|cal|scr)\s*\{\s*([A-Za-z])\s*\}", r"\\text{script\1}", text)
-    text = re.sub(
-        r"(?<=[A-Za-z])('+)(?!_)", lambda match: f"_{{{'q' * len(match[1])}}}", text
-    )  # primes would be dropped
+    text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast|\\cdot)\s*\}?(?=\s*(?:$|[)=+-]))", r"_{\\text{star}}", text)  # an adjoint
+    text = re.sub(r"\\(d?dot)\s*\{\s*\\?([A-Za-z]+)\s*\}", r"\\text{\1\2}", text.replace(r"{\odot}", "{sun}"))
+    text = re.sub(r"\\(gcd|lcm|dim|ker)\s*(?:\(([^()]*)\)|([A-Za-z])(?![A-Za-z]))", _as_name, text)
+    if re.search(r"\\mathbb\s*\{[A-Z]\}\s*[_^/(\[]|[0-9/]\s*\\mathbb", text):  # a group or space, no set of numbers
+        text = re.sub(r"\\mathbb\s*\{([A-Z])\}", r"\\text{space\1}", text)
+    primes = r"(?<=[A-Za-z])('+)(?!_)"  # they would be dropped
+    text = re.sub(primes, lambda match: f"_{{{'q' * len(match[1])}}}", text)
     text = re.sub(r"\^\s*([0-9A-Za-z])", r"^{\1}", text)
     return re.sub(r"\\text\{[^{}]*\}|\\[A-Za-z]+|I|E(?=_)", lambda match: _AS_VARIABLE.get(match[0], match[0]), text)
+
+
+def _as_name(match: re.Match[str]) -> str:
+    """A variable for a function and its arguments as they are written, in any order; one of numbers stays unread."""
+    written = match[3] if match[2] is None else match[2]
+    if not re.search("[A-Za-z]", written):
+        return match[0]
+    arguments = ",".join(sorted(re.sub(r"\s", "", written).split(",")))
+    digits = zlib.crc32(arguments.encode()).to_bytes(4)
+    letters = (chr(97 + half) for byte in digits for half in divmod(byte, 16))
+    return f"\\text{{{match[1]}{''.join(letters)}}}"
 
 
 def _balanced(text: str) -> bool:
@@ -185,10 +207,14 @@ def _same_relation(given: Any, expected: Any) -> Equality:
 
 def _same_numbers(given: Any, expected: Any, given_decimals: int | None, expected_decimals: int | None) -> Equality:
     """Scalars are equal when they are at every point where both have a value, two at least if there are variables."""
+    import sympy
+
     rounded = given_decimals if given_decimals is not None else expected_decimals
     if given_decimals is not None and expected_decimals is not None:
         rounded = None
     pairs = _at_points(given, expected)
+    real = [pair for pair in pairs if any(sympy.im(value) == 0 for value in pair)]
+    pairs = real if len(real) >= 2 else pairs  # where no number is real, roots and logarithms are a matter of branches
     for one, other in pairs:
         if not _close(one, other) and (rounded is None or abs(one - other) * 2 > 10**-rounded):
             return "different"

@@ -16,7 +16,11 @@ class CheckByTask:
 
     def __call__(self, problem: Problem, completion_text: str) -> Verdict:
         """The verdict of the problem's own task."""
-        return dict(self.checks)[problem.task](problem, completion_text)
+        return self.of(problem)(problem, completion_text)
+
+    def of(self, problem: Problem) -> Callable[[Problem, str], Verdict]:
+        """The check of the problem's own task."""
+        return dict(self.checks)[problem.task]
 
 
 def mix(name: str, tasks: Sequence[Task], weights: Sequence[float] = ()) -> Task:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from functools import lru_cache
 
-from octavo.rollout.sampler import uniform_bits
+from octavo.rollout.counter import uniform_bits
 
 
 class ProblemOrder:

@@ -15,13 +15,13 @@ class Problem:
     text: str
     """What the policy is shown, before the task's instruction and the chat template."""
     answer: str
-    """The reference answer, as text; only the task's `check` reads it. Each line is an answer that is accepted; within
-    one, those with commas between or in a set are all required, in any order."""
+    """The reference answer, as text; only the task's `check` reads it. Several, with commas between or in a set, are
+    all required, in any order."""
     task: str = ""
     """Name of the data set it came from, for statistics by task; "" counts as the task's own name."""
     tests: tuple[str, ...] = ()
-    """Of a programming problem: test programs, each run after the program in the completion; all must end without an
-    exception."""
+    """Of a programming problem: Python that calls the completion's program and must end without an exception, or JSON
+    {"stdin": ..., "stdout": ...}; all must pass."""
     accepted: tuple[str, ...] = ()
     """Other answers, each as right as `answer`."""
     appendix: str = ""

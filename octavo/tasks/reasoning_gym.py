@@ -4,15 +4,18 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import yaml
 
-from octavo.rollout.sampler import uniform_bits
+from octavo.rollout.counter import uniform_bits
+from octavo.tasks.answers import extract_answer
 from octavo.tasks.problem import Problem, Task
 from octavo.tasks.verdict import Verdict, judged
 
 INSTRUCTION = "\nThink it through, and put the final answer, and nothing else, between <answer> and </answer>."
+
+AnswerPlace = Literal["tags", "text"]
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,18 @@ class ReasoningGymCheck:
     parameters: tuple[str, ...]
     seeds: tuple[tuple[str, int, int], ...]
     """(split, seed, problems) of each split."""
+    answer_in: AnswerPlace = "tags"
 
     def __call__(self, problem: Problem, completion_text: str) -> Verdict:
         """Correct if the scorer gives 1; less is a reward, but no right answer. A scorer that raises has crashed."""
-        from reasoning_gym.utils import extract_answer
+        from reasoning_gym.utils import extract_answer as extract_tagged
 
-        answer = extract_answer(completion_text, tag_name="answer")
+        if self.answer_in == "tags":
+            answer = extract_tagged(completion_text, tag_name="answer")
+        else:
+            answer = extract_answer(completion_text)
         if answer is None:
-            return Verdict("unparsable", 0.0, "no <answer>")
+            return Verdict("unparsable", 0.0, "no <answer>" if self.answer_in == "tags" else "no answer")
         _, _, split, index = problem.id.split("/")
         seed, size = next((seed, size) for name, seed, size in self.seeds if name == split)
         try:
@@ -60,7 +67,10 @@ class ReasoningGymConfig:
     system_prompt: str | None = None
     """System message for a chat model; null sends none."""
     instruction: str = INSTRUCTION
-    """Appended to each problem; the scorer reads what stands between <answer> and </answer>."""
+    """Appended to each problem."""
+    answer_in: AnswerPlace = "tags"
+    """tags: the scorer reads what stands between <answer> and </answer>, and nothing else is an answer; text: also a
+    box, or else the last number or formula, as in mathematics (docs/verifiers.md)."""
 
     def __post_init__(self) -> None:
         if self.num_train < 1 or self.num_test < 1:
@@ -80,7 +90,7 @@ class ReasoningGymConfig:
             source="reasoning-gym",
             train=made["train"],
             test=[problem for problem in made["test"] if problem.text not in trained],
-            check=ReasoningGymCheck(self.dataset, self.parameters, seeds),
+            check=ReasoningGymCheck(self.dataset, self.parameters, seeds, self.answer_in),
             system_prompt=self.system_prompt,
             instruction=self.instruction,
         )

@@ -38,6 +38,9 @@ def config_keys() -> dict[str, str]:
 def _keys(module: str, name: str, prefix: str) -> Iterator[tuple[str, str]]:
     definition = _definition(module, name)
     assert definition is not None, f"{module} has no class {name}"
+    for base in (node.id for node in definition.bases if isinstance(node, ast.Name)):
+        if (owner := _owner(module, base)) is not None:
+            yield from _keys(owner, base, prefix)
     body = definition.body
     for index, node in enumerate(body):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):

@@ -25,6 +25,8 @@ from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.mixture import MixtureConfig
 from octavo.tasks.prompts import ChatTemplate
 from octavo.tasks.reasoning_gym import ReasoningGymConfig
+from octavo.tasks.rewards import RewardConfig
+from octavo.tasks.verifiers import VerifierConfig
 from octavo.trainer.checkpoint import CheckpointConfig
 from octavo.trainer.critic_config import CriticConfig
 from octavo.trainer.optimizer import OptimizerConfig
@@ -233,6 +235,8 @@ class TrainConfig:
     model: ModelConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     task: ArithmeticConfig | GSM8KConfig | DatasetConfig | ReasoningGymConfig | MixtureConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    verifier: VerifierConfig = field(default_factory=VerifierConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     calibration: GridCalibration | ExactCalibration | SymmetricCalibration | None = field(

@@ -57,6 +57,7 @@ def load_critic(run: Run) -> CriticLearner | None:
     recipe = get_recipe(config.critic.recipe)
     decoder = load_decoder(path, recipe, max_tokens=config.max_tokens, device=config.device)
     check_critic_vocabulary(config, decoder.config.vocab_size, run.policy.config.vocab_size)
+    decoder.recompute_layers = config.trainer.recompute_layers
     critic = Critic(decoder)
     num_parameters = sum(parameter.numel() for parameter in critic.parameters())
     run.display.line(f"critic: {path}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}")

@@ -82,6 +82,8 @@ class StepRecord:
     """Ids of the step's problems."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Rows for samples.jsonl."""
+    audited: list[dict[str, Any]] = field(default_factory=list)
+    """Rows for audit.jsonl."""
     clock: StepClock = field(default_factory=StepClock)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from octavo.trainer.output import JsonLines
 from octavo.trainer.problems import Benchmark, EncodedProblem
 from octavo.trainer.progress import RolloutState, weights_fingerprint
 from octavo.trainer.run import EVALUATION, Run, load_run, model_fingerprint, problems_fingerprint
+from octavo.trainer.scoring import Scoring
 
 DEPENDS_ON = ("seed", "device", "model", "precision", "task", "rollout", "evaluation")
 """Sections and keys of the config that a completion of the evaluation depends on."""
@@ -60,7 +62,9 @@ def run_evaluation(config: TrainConfig, output: Path | None, compare: str | None
     """All of `octavo evaluate`: see `measure`; shows the table on the error channel."""
     other = None if compare is None else get_recipe(compare)
     display = Display(Console(stderr=True, highlight=False, soft_wrap=True))
-    results = measure(load_run(config, display), output, other)
+    run = load_run(config, display)
+    with closing(run.verifiers):
+        results = measure(run, output, other)
     for line in to_lines(results):
         display.line(line)
     return to_metrics(results)
@@ -161,6 +165,7 @@ def _sample(
     rows: list[dict[str, Any]] = []
     for start in range(skipped, len(job.problems), at_once):
         part = job.problems[start : start + at_once]
+        scoring = Scoring(run, task, part, settings.completions_per_problem)
         groups = job.engine.generate(
             [encoded.prompt for encoded in part],
             settings.sampling,
@@ -169,6 +174,7 @@ def _sample(
             seed=job.seed,
             first_index=start,
             progress=run.on_step(advance),
+            on_completion=scoring.add,
         )
         new = [
             {
@@ -176,16 +182,16 @@ def _sample(
                 "set": job.benchmark.name,
                 "id": encoded.problem.id,
                 "prompt": task.prompt_text(encoded.problem),
-                "completion": (text := run.decode(completion.tokens)),
+                "completion": scored.text,
                 "answer": encoded.problem.answer,
-                "outcome": (verdict := task.check(encoded.problem, text)).outcome,
-                "detail": verdict.detail,
-                "reward": verdict.reward,
+                "outcome": scored.verdict.outcome,
+                "detail": scored.verdict.detail,
+                "reward": scored.verdict.reward,
                 "finish_reason": completion.finish_reason,
                 "num_tokens": len(completion.tokens),
             }
-            for encoded, group in zip(part, groups, strict=True)
-            for completion in group
+            for encoded, group, judged in zip(part, groups, scoring.gather(), strict=True)
+            for completion, scored in zip(group, judged, strict=True)
         ]
         keep(new)
         rows += new

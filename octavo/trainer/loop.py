@@ -29,6 +29,7 @@ from octavo.trainer.policy import gathered_weights, packed_logprobs, weights_of
 from octavo.trainer.progress import Progress
 from octavo.trainer.rollout import batches, collect, judge, logged_samples, rollout_metrics
 from octavo.trainer.run import Run
+from octavo.trainer.scoring import audited, scoring_faults, scoring_metrics
 from octavo.trainer.shadow import annotate_shadow, loss_of_shadow, measure_shadow, shadow_wanted, with_shadow
 
 
@@ -57,14 +58,17 @@ def train_step(
     """
     config, policy, clock, step = run.config, run.policy, record.clock, record.step
     metrics: dict[str, Any]
-    for decoder in run.decoders:
+    for decoder in [*run.decoders, *([] if reference is None else [reference])]:
         decoder.freeze_activation_scales_()
     with clock.phase("rollout"):
         drawn, groups, metrics = collect(run, progress, record)  # P prompts, P x G completions, rewards [P, G]
         advantages = judge(config, groups)  # [P, G]
         mini_batches = batches(config, groups.completions, advantages)  # microbatches of [T]
-    metrics |= rollout_metrics(config, drawn)
+    metrics |= rollout_metrics(config, drawn) | scoring_metrics(drawn.problems, drawn.scored)
     record.samples = logged_samples(run, groups, advantages)
+    record.audited = audited(drawn.problems, drawn.scored)
+    for fault in scoring_faults(drawn.scored):
+        run.display.line(f"warning: step {step + 1}: {fault}")
 
     bounds = config.start_bounds() if config.calibration is None else progress.bounds
     measures = shadow_wanted(config, progress, step)

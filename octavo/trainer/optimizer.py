@@ -107,6 +107,10 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         return {"optimizer/grad_norm": norm.item(), "optimizer/lr": 0.0}
 
+    def weight_norm(self) -> float:
+        """Of all masters together."""
+        return nn.utils.get_total_norm([parameter.detach() for parameter in self.parameters.values()]).item()
+
     def restore(self, update: int) -> None:
         """Go on from `update`, with the masters and moments that were copied in; gradients of a broken step go."""
         self.update = update

@@ -2,9 +2,9 @@
 
     config.yaml      the complete config          precision.json  the precision flow, as it was checked
     metrics.jsonl    a line a step                samples.jsonl   some completions of each step
-    resumes.jsonl    a line a resume              checkpoints/    what the run can go on from
-    model/           the trained model            failure/        diagnosis of a run that diverged
-    rollbacks/       what each rollback undid
+    resumes.jsonl    a line a resume              audit.jsonl     the newest completions of each outcome
+    checkpoints/     what the run can go on from  model/          the trained model
+    rollbacks/       what each rollback undid     failure/        diagnosis of a run that diverged
 
 Every file but the line files is replaced whole.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from octavo.trainer.audit import Audit
 from octavo.trainer.checkpoint import FOLDER as CHECKPOINTS
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.files import write_whole
@@ -27,7 +28,7 @@ from octavo.trainer.files import write_whole
 ROLLBACKS = "rollbacks"
 MASTER_AND_MOMENTS_BYTES = 12
 """Of a parameter in a checkpoint: FP32 master and two FP32 moments."""
-OWN_FILES = ("config.yaml", "samples.jsonl", "resumes.jsonl", "precision.json", "report.html")
+OWN_FILES = ("config.yaml", "samples.jsonl", "resumes.jsonl", "audit.jsonl", "precision.json", "report.html")
 OWN_FOLDERS = (CHECKPOINTS, "model", "model.partial", "model.replaced", "failure", "tensorboard", ROLLBACKS)
 
 
@@ -117,6 +118,7 @@ class RunFolder:
         self.metrics = JsonLines(self.path / "metrics.jsonl")
         self.samples = JsonLines(self.path / "samples.jsonl")
         self.resumes = JsonLines(self.path / "resumes.jsonl")
+        self.audit = Audit(self.path / "audit.jsonl")
         self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:

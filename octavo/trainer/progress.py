@@ -49,6 +49,8 @@ class Progress:
     """`metrics` and `samples` of the step before `next_step`, while its evaluation is to come and they wait for it."""
     signals: dict[str, SignalState] = field(default_factory=dict)
     """Early warning: what is known of each signal."""
+    weight_norm: float | None = None
+    """Of the masters when the last step was watched."""
     bf16_steps_left: int = 0
     """Steps for which rollout and training still run in BF16."""
     rollbacks: int = 0

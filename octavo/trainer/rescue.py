@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from octavo.trainer.critic import warms_up
 from octavo.trainer.resume import ResumePoint, Session
 from octavo.trainer.rollback import decide, record
 from octavo.trainer.trackers import Trackers
@@ -13,12 +14,17 @@ from octavo.trainer.watch import Alarm, SignalState, WatchConfig, observe, watch
 def watch_pending(session: Session) -> Alarm | None:
     """Show the detector the step that is not written yet, and add what it says to its metrics.
 
-    Steps in BF16 have other noise, so they are neither judged nor remembered.
+    Steps in BF16 have other noise, and in a critic's warm-up every ratio is 1: neither is judged nor remembered.
     """
     config, progress = session.run.config.watch, session.progress
     assert progress.pending is not None
     metrics = progress.pending["metrics"]
-    if config is None or "rescue/bf16" in metrics:
+    if config is None:
+        return None
+    before, progress.weight_norm = progress.weight_norm, session.optimizer.weight_norm()
+    if before:
+        metrics["watch/weight_change"] = abs(progress.weight_norm / before - 1.0)
+    if "rescue/bf16" in metrics or warms_up(session.run.config, metrics["step"]):
         return None
     alarm = observe(progress.signals, metrics, metrics["step"], config)
     metrics |= watch_metrics(progress.signals, config)

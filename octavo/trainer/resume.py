@@ -120,6 +120,11 @@ class Session:
         self._bf16 = self._bf16 or in_bf16(self.run)
         return self._bf16
 
+    @property
+    def observing(self) -> list[Decoder]:
+        """All whose static activation scales move: those of the run, and the frozen model of the KL penalty."""
+        return [*self.run.decoders, *([] if self.reference is None else [self.reference])]
+
     def count_bf16_step(self) -> None:
         """A step in BF16 is done; after the last one the run is back with its own recipe."""
         self.progress.bf16_steps_left -= 1
@@ -247,7 +252,7 @@ class Session:
         groups: dict[str, Mapping[str, Tensor]] = {
             "policy": {name: parameter.detach() for name, parameter in self.run.policy.named_parameters()},
             "optimizer": self.optimizer.moments(),
-            "scales": state_of.static_scales(self.run.decoders),
+            "scales": state_of.static_scales(self.observing),
             "reference": self.run.reference.tensors(),
         }
         if self.critic is not None:

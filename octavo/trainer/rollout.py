@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from octavo.trainer.config import TrainConfig
 from octavo.trainer.divergence import Diverged, StepRecord
 from octavo.trainer.progress import Progress
 from octavo.trainer.run import TRAINING, EncodedProblem, Run
+from octavo.trainer.scoring import Scored, Scoring
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,13 +32,16 @@ class Groups:
     """P."""
     completions: list[list[Completion]]
     """P x G."""
+    scored: list[list[Scored]]
+    """P x G, what was found of each."""
     rewards: Tensor
-    """[P, G] fp32, the task's."""
+    """[P, G] fp32, before penalties."""
 
     def __add__(self, other: Groups) -> Groups:
         return Groups(
             problems=self.problems + other.problems,
             completions=self.completions + other.completions,
+            scored=self.scored + other.scored,
             rewards=torch.cat([self.rewards, other.rewards]),
         )
 
@@ -45,6 +50,7 @@ class Groups:
         return Groups(
             problems=[self.problems[place] for place in places],
             completions=[self.completions[place] for place in places],
+            scored=[self.scored[place] for place in places],
             rewards=self.rewards[places],
         )
 
@@ -90,12 +96,27 @@ def draw(run: Run, progress: Progress, record: StepRecord, count: int) -> Groups
     first = len(record.prompts)
     problems = run.problems(progress.next_prompt + first, count, progress.rollbacks)
     record.prompts += [encoded.problem.id for encoded in problems]
-    completions = sample(run, problems, run.seed(TRAINING, record.step, progress.rollbacks), first)
-    return Groups(problems=problems, completions=completions, rewards=score(run, problems, completions))
+    scoring = Scoring(run, run.task, problems, run.config.rollout.group_size, run.config.reward)
+    completions = sample(run, problems, run.seed(TRAINING, record.step, progress.rollbacks), first, scoring.add)
+    with record.clock.phase("reward_wait"):
+        scored = scoring.gather()
+    return Groups(problems=problems, completions=completions, scored=scored, rewards=score(scored))
 
 
-def sample(run: Run, problems: list[EncodedProblem], seed: int, first_index: int = 0) -> list[list[Completion]]:
-    """P groups of G completions with rollout_logprobs; `first_index` is the first prompt's place in the step."""
+def sample(
+    run: Run,
+    problems: list[EncodedProblem],
+    seed: int,
+    first_index: int = 0,
+    on_completion: Callable[[int, int, Completion], None] | None = None,
+) -> list[list[Completion]]:
+    """P groups of G completions with rollout_logprobs.
+
+    Args:
+        run, problems, seed: who samples, P prompts, and the random numbers.
+        first_index: the first prompt's place in the step.
+        on_completion: told of each as it finishes.
+    """
     rollout = run.config.rollout
     with run.display.bar("rollout", len(problems) * rollout.group_size) as advance:
         try:
@@ -107,19 +128,15 @@ def sample(run: Run, problems: list[EncodedProblem], seed: int, first_index: int
                 seed=seed,
                 first_index=first_index,
                 progress=run.on_step(advance),
+                on_completion=on_completion,
             )
         except NonFiniteLogits as error:
             raise Diverged(f"rollout ({error})", dict(run.policy.named_parameters())) from error
 
 
-def score(run: Run, problems: list[EncodedProblem], completions: list[list[Completion]]) -> Tensor:
+def score(scored: list[list[Scored]]) -> Tensor:
     """Rewards [P, G] fp32."""
-    return torch.tensor(
-        [
-            [run.task.check(encoded.problem, run.decode(completion.tokens)).reward for completion in group]
-            for encoded, group in zip(problems, completions, strict=True)
-        ]
-    )
+    return torch.tensor([[each.reward for each in group] for group in scored])
 
 
 def penalties(config: TrainConfig, completions: list[list[Completion]]) -> Tensor:
@@ -185,7 +202,7 @@ def rollout_metrics(config: TrainConfig, groups: Groups) -> dict[str, float]:
 
 def logged_samples(run: Run, groups: Groups, advantages: Tensor) -> list[dict[str, Any]]:
     """Rows of samples.jsonl: the first completion of each prompt, then the second, as many as the config wants."""
-    problems, completions, rewards = groups.problems, groups.completions, groups.rewards
+    problems, completions, scored = groups.problems, groups.completions, groups.scored
     by_critic = isinstance(run.config.algorithm.advantage, GAEConfig)  # which gives one to each token
     count = min(run.config.trainer.logged_samples, len(problems) * len(completions[0]))
     places = [(index % len(problems), index // len(problems)) for index in range(count)]
@@ -193,9 +210,10 @@ def logged_samples(run: Run, groups: Groups, advantages: Tensor) -> list[dict[st
         {
             "id": problems[p].problem.id,
             "prompt": run.task.prompt_text(problems[p].problem),
-            "completion": run.decode(completions[p][g].tokens),
+            "completion": scored[p][g].text,
             "answer": problems[p].problem.answer,
-            "reward": rewards[p, g].item(),
+            "outcome": scored[p][g].verdict.outcome,
+            "reward": scored[p][g].reward,
             "advantage": None if by_critic else advantages[p, g].item(),
             "finish_reason": completions[p][g].finish_reason,
             "num_tokens": len(completions[p][g].tokens),

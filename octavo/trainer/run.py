@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,15 @@ from octavo.models.decoder import Decoder
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import get_recipe
+from octavo.rollout.counter import uniform_bits
 from octavo.rollout.engine import Engine
-from octavo.rollout.sampler import uniform_bits
+from octavo.tasks.checks import modules_of
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import stop_token_ids
+from octavo.tasks.rewards import has_function
+from octavo.tasks.sandbox import refusal
+from octavo.tasks.verdict import Verdict
+from octavo.tasks.verifiers import VerifierPool
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.errors import reason
 from octavo.trainer.interrupt import Interrupts
@@ -28,6 +34,7 @@ from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.precision import check_live, declared_flow, flow_lines
 from octavo.trainer.problems import Benchmark, EncodedProblem, load_problems, problem_order
 from octavo.trainer.reference import Reference
+from octavo.trainer.reward_model import RewardModel
 
 TRAINING, EVALUATION, SHADOW, ROLLBACK = 0, 1, 2, 3
 """Streams of random numbers."""
@@ -51,6 +58,8 @@ class Run:
     reference: Reference
     """What stands for BF16 when bounds are calibrated."""
     display: Display
+    verifiers: VerifierPool
+    """Where completions are checked; whoever made the run closes it."""
     interrupts: Interrupts = field(default_factory=Interrupts)
     """Asked during rollout and evaluation whether to stop."""
 
@@ -67,6 +76,12 @@ class Run:
     def decoders(self) -> list[Decoder]:
         """All that read the masters: the policy and, where rollout or shadow are another forward, their own."""
         return list(dict.fromkeys([self.policy, self.engine.decoder, self.shadow]))
+
+    @cached_property
+    def reward_model(self) -> RewardModel | None:
+        """The model of the reward, if the config wants one; read when it is asked for."""
+        config = self.config.reward.model
+        return None if config is None else RewardModel(config, self.config.device)
 
     def seed(self, stream: int, step: int, rollbacks: int = 0) -> int:
         """Of the engine's random numbers in one step."""
@@ -93,6 +108,19 @@ class Run:
                 f"task {self.task.name!r} has no problems to evaluate on. Give evaluation.sets, as [math500], or "
                 f"evaluation.interval=0"
             )
+
+    def check_rewards(self) -> None:
+        """Load what the reward is made of, before there is anything to lose.
+
+        Raises:
+            ValueError: the function or the model of the reward cannot be loaded.
+        """
+        python = self.config.reward.python
+        if python is not None:
+            found = self.verifiers.submit(has_function, python.function).result()
+            if isinstance(found, Verdict):
+                raise ValueError(f"reward.python.function={python.function!r} cannot be loaded: {found.detail}")
+        _ = self.reward_model
 
     def decode(self, tokens: list[int]) -> str:
         """Text of a completion, without special tokens."""
@@ -130,6 +158,12 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     check_live(flow, policy, engine)
     for line in flow_lines(flow):
         display.line(line)
+    checks = [task.check, *(benchmark.task.check for benchmark in benchmarks)]
+    modules = [name for check in checks for name in modules_of(check)]
+    modules += [config.reward.python.function] if config.reward.python else []
+    verifiers = VerifierPool(config.verifier, list(dict.fromkeys(modules)))
+    if any(each.problem.tests for problems in (train_problems, *(b.problems for b in benchmarks)) for each in problems):
+        check_isolation(config, verifiers, display)
     in_fp32 = config.algorithm.loss_shadow == "fp32_shadow"
     return Run(
         config=config,
@@ -143,7 +177,28 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         shadow=policy.with_recipe(get_recipe("fp32")) if in_fp32 else policy,
         reference=Reference(policy, config.calibration, config.rollout.sampling.temperature),
         display=display,
+        verifiers=verifiers,
     )
+
+
+def check_isolation(config: TrainConfig, verifiers: VerifierPool, display: Display) -> None:
+    """Refuse to run programs of completions where they cannot be cut off from the machine, unless that is allowed.
+
+    Raises:
+        ValueError: as said.
+    """
+    why = verifiers.submit(refusal).result()
+    if isinstance(why, Verdict):
+        why = why.detail
+    if why is None:
+        return
+    if not config.verifier.allow_unisolated:
+        raise ValueError(
+            f"programs in completions cannot be isolated here ({why}), and the task has tests that run them. Use a "
+            f"machine or container that allows user namespaces, or verifier.allow_unisolated=true where they may touch "
+            f"all that you may"
+        )
+    display.line(f"warning: programs in completions run without isolation ({why}); they can reach files and network")
 
 
 def use_device(name: str) -> None:

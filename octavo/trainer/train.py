@@ -51,6 +51,7 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
             folder.check(config)
         run = load_run(config, display)
         run.check_problems()
+        run.check_rewards()
         session = Session(
             run=run,
             optimizer=make_optimizer(run),
@@ -62,7 +63,7 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
         open_folder(session, point, resume, allow_changes)
         start_step = session.progress.next_step - (session.progress.pending is not None)
         trackers = Trackers(folder.path, config.tracking, to_dict(config), display, start_step)
-        with run.interrupts, closing(trackers):
+        with run.interrupts, closing(run.verifiers), closing(trackers):
             try:
                 run_steps(session, trackers)
                 write_model(session)
@@ -140,13 +141,13 @@ def one_step(session: Session) -> dict[str, Any]:
     """
     run, progress = session.active_run, session.progress
     record = StepRecord(step=progress.next_step)
-    before = RolloutState.take(run.decoders)
+    before = RolloutState.take(session.observing)
     metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
     try:
         with diagnosed(session, record):
             metrics |= train_step(run, session.optimizer, session.reference, progress, record, session.critic)
     except StopRequested:
-        before.restore(run.decoders)
+        before.restore(session.observing)
         raise
     if progress.rollbacks:
         metrics["rescue/rollbacks"] = float(progress.rollbacks)
@@ -155,6 +156,10 @@ def one_step(session: Session) -> dict[str, Any]:
         session.count_bf16_step()
     if progress.next_step == 0:
         metrics |= {key.replace("eval/", "eval/initial_"): value for key, value in progress.first_evaluation.items()}
+    try:
+        session.folder.audit.add(progress.next_step, record.audited, run.config.verifier.audit_samples)
+    except ValueError as error:
+        run.display.line(f"warning: {error}")
     return {"metrics": metrics | session.checkpoint_time() | record.clock.finish(), "samples": record.samples}
 
 

@@ -28,7 +28,7 @@ Action = Literal["warn", "recalibrate", "bf16_forward", "rollback"]
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """Early warning of a collapse, from signals that every step has anyway, and what it leads to."""
+    """Early warning of a collapse, from signals that cost a step next to nothing, and what it leads to."""
 
     action: Action = "warn"
     """warn: say so. recalibrate: BF16 shadow and calibration in the next step. bf16_forward: rollout and training in
@@ -177,6 +177,7 @@ SIGNALS: dict[str, Signal] = {
     "clip share": Signal(read=_log("loss/clip_fraction", offset=0.05), floor=0.25),
     "gradient norm": Signal(read=_log("optimizer/grad_norm", offset=1e-12), floor=0.25),
     "ratio std": Signal(read=_log("policy/ratio_std", offset=1e-3), floor=0.25),
+    "weight norm": Signal(read=_log("watch/weight_change", offset=1e-5), floor=0.25),
     "reward": Signal(read=lambda metrics: -metrics["reward/mean"], floor=0.02),
 }
 """Of shares, norms and spreads the logarithm: a quarter more is nothing, nor are a few hundredths of a share."""

@@ -11,8 +11,12 @@ from octavo.numerics.recipe import get_recipe
 from octavo.rollout.kv_cache import KVCache
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
+from octavo.trainer.reference import Reference
 
 BASE = {"output_dir": "runs/x", "model": {"path": "x"}, "task": {"type": "arithmetic"}}
+
+SMALL = ("cos", "sin", "scale", "bias_hp", "num_saturated")
+"""Buffers that the estimate leaves out."""
 
 
 def size(tensors):
@@ -32,8 +36,7 @@ def test_parts_are_the_bytes_of_a_decoder(family, recipe, tied):
     assert estimate.num_parameters == sum(p.numel() for p in parameters)
     assert estimate.parts["FP32 masters"] == size(parameters)
     assert estimate.model_bytes == estimate.num_parameters * decoder.dtype.itemsize
-    small = ("cos", "sin", "scale", "bias_hp", "num_saturated")
-    buffers = [b for name, b in decoder.named_buffers() if not name.endswith(small)]
+    buffers = [b for name, b in decoder.named_buffers() if not name.endswith(SMALL)]
     assert estimate.parts[f"{recipe} bytes"] == size(buffers)
 
     decoder._head_operand()
@@ -65,7 +68,7 @@ def test_a_rollout_of_its_own_adds_its_bytes_and_sets_the_cache():
     run = from_dict(TrainConfig, {**BASE, "precision": precision}, "test")
     estimate = estimate_memory(run, decoder_config(config), two_forwards=True)
     twin = tiny_decoder(config, run.precision.rollout_recipe())
-    stored = [b for name, b in twin.named_buffers() if not name.endswith(("cos", "sin", "scale", "bias_hp"))]
+    stored = [b for name, b in twin.named_buffers() if not name.endswith(SMALL)]
     twin._head_operand()
     operands = [layer.weight_operand().values for layer in quantized_layers(twin)]
     assert estimate.parts["the rollout's own bytes"] == size([*stored, *operands, twin._head[1].values])
@@ -84,12 +87,30 @@ def test_a_critic_adds_its_masters_moments_and_bytes(recipe, tied):
     critic = Critic(tiny_decoder(config, get_recipe(recipe)))
     parameters = list(critic.parameters())
     assert estimate.num_critic_parameters == sum(p.numel() for p in parameters)
-    stored = [b for name, b in critic.named_buffers() if not name.endswith(("cos", "sin", "scale", "bias_hp"))]
+    stored = [b for name, b in critic.named_buffers() if not name.endswith(SMALL)]
     layers = quantized_layers(critic)
     prepared = [layer.weight_operand().values for layer in layers]
     prepared += [layer.backward_weight() for layer in layers if layer.quantized]
     assert estimate.parts["critic"] == 4 * size(parameters) + size([*stored, *prepared])
     assert estimate.total_bytes - plain.total_bytes == estimate.parts["critic"]
+
+
+@pytest.mark.parametrize("reference", ["ema", "snapshot"])
+def test_a_reference_of_its_own_is_what_calibration_holds_beside_the_masters(reference):
+    config = tiny_config("qwen3")
+    run = from_dict(TrainConfig, {**BASE, "calibration": {"reference": reference}}, "test")
+    estimate = estimate_memory(run, decoder_config(config), two_forwards=False)
+    held = Reference(tiny_decoder(config, get_recipe("block128")), run.calibration, 1.0)
+    small = size(buffer for name, buffer in held.own.named_buffers() if name.endswith(SMALL))
+    assert estimate.parts["calibration's reference"] == held.num_bytes - small > estimate.parts["FP32 masters"]
+
+
+def test_a_ratio_from_an_fp32_shadow_adds_its_copies():
+    shape = decoder_config(tiny_config("llama"))
+    shadowed = {**BASE, "algorithm": {"ratio_from": "fp32_shadow"}, "calibration": None}
+    estimate = estimate_memory(from_dict(TrainConfig, shadowed, "test"), shape, two_forwards=False)
+    fp32 = estimate_memory(from_dict(TrainConfig, {**BASE, "precision": {"recipe": "fp32"}}, "test"), shape, False)
+    assert estimate.parts["FP32 shadow"] == fp32.parts["fp32 bytes"] + fp32.parts["operands"] > 0
 
 
 def test_bf16_steps_as_a_rescue_add_their_weights_and_cache():

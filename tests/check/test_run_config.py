@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_runs import tiny_config
 
 from octavo import cli
 from octavo.check import run_config, runner
 from octavo.check.rows import Row
-from octavo.check.run_config import config_rows
+from octavo.check.run_config import config_rows, sandbox_row
 
 REPO = Path(__file__).resolve().parents[2]
 TINY_MODEL = REPO / "examples/tiny/model"
@@ -149,3 +150,12 @@ def test_what_the_system_refuses_is_a_row(tmp_path):
     rows = check(tmp_path, f"output_dir={'x' * 300}")
     assert rows["output_dir"].status == "FAIL" and rows["output_dir"].detail.endswith(": File name too long")
     assert rows["memory for the run"].status == "OK"
+
+
+@pytest.mark.parametrize(
+    "allowed, why, status", [(False, None, "OK"), (False, "no namespaces", "FAIL"), (True, "no namespaces", "WARN")]
+)
+def test_programs_want_a_sandbox(allowed, why, status, tmp_path):
+    config = tiny_config(tmp_path / "run", verifier={"allow_unisolated": allowed})
+    row = sandbox_row(config, why)
+    assert row.status == status and (why is None or why in row.detail)

@@ -21,6 +21,7 @@ def test_an_example_makes_a_step(path, tmp_path):
     overrides = [
         f"output_dir={tmp_path / 'run'}",
         f"model.path={TINY_MODEL}",
+        "model.enable_thinking=null",
         "device=cpu",
         "task={type: arithmetic, num_train: 32, num_test: 8}",
         f"rollout.prompts_per_step={mini_batches}",
@@ -30,9 +31,12 @@ def test_an_example_makes_a_step(path, tmp_path):
         "rollout.engine={page_size: 4, kv_cache_tokens: 1024}",
         f"algorithm.overlong.buffer_tokens={min(8, config.algorithm.overlong.buffer_tokens)}",
         "critic.warmup_steps=0",
+        "evaluation.sets=[]",
         "trainer.num_steps=1",
     ]
     train(load_config(TrainConfig, path, overrides), Display(Console(quiet=True)))
     (line,) = read_lines(tmp_path / "run/metrics.jsonl")
     assert line["policy_version"] == 0 and line["mismatch/max_abs_logprob_diff"] == 0.0
-    assert "eval/accuracy" in line and (tmp_path / "run/model/config.json").is_file()
+    assert ("eval/accuracy" in line) == (config.evaluation.interval > 0) and (
+        tmp_path / "run/model/config.json"
+    ).is_file()

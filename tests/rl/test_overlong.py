@@ -20,6 +20,11 @@ def test_no_buffer_no_penalty():
     assert overlong_penalty(LENGTHS, 100, OverlongConfig()).tolist() == [[0.0] * 3] * 2
 
 
+def test_a_penalty_without_a_buffer_is_refused():
+    with pytest.raises(ValueError, match="penalty=0.5 grows over .* Give buffer_tokens"):
+        OverlongConfig(penalty=0.5)
+
+
 @pytest.mark.parametrize("fields", [{"buffer_tokens": -1}, {"penalty": -0.5}])
 def test_config_is_checked(fields):
     (name,) = fields

@@ -37,6 +37,22 @@ def logits_of(decoder, completion):
     return decoder.logits(hidden[len(completion.prompt) - 1 : -1])
 
 
+def test_each_completion_is_told_of_as_it_finishes():
+    told, steps = {}, []
+
+    def on_completion(p, g, completion):
+        told[p, g] = completion, len(steps)
+
+    prompts = random_prompts(1, 3)
+    options = {"group_size": 2, "stops": tuple(range(0, VOCAB, 9)), "length": 20, "first_index": 7}
+    groups = generate(prompts, progress=steps.append, on_completion=on_completion, **options)
+    assert {place: completion for place, (completion, _) in told.items()} == {
+        (p, g): completion for p, group in enumerate(groups) for g, completion in enumerate(group)
+    }
+    assert len({step for _, step in told.values()}) > 2 and max(step for _, step in told.values()) == len(steps) - 1
+    assert groups == generate(prompts, **options)
+
+
 # How a completion ends.
 
 

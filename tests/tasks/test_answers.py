@@ -10,8 +10,8 @@ from octavo.tasks.answers import (
     check_math,
     extract_answer,
     math_equal,
-    parse_number,
 )
+from octavo.tasks.answers_values import parse_number
 from octavo.tasks.problem import Problem
 
 
@@ -150,7 +150,8 @@ def test_math_equal_works_outside_the_main_thread():
 
 
 def verdict(check, answer, completion):
-    found = check(Problem(id="0", text="?", answer=answer), completion)
+    answer, *accepted = answer.split("\n")
+    found = check(Problem(id="0", text="?", answer=answer, accepted=tuple(accepted)), completion)
     assert found.reward == float(found.outcome == "correct")
     return found.outcome
 

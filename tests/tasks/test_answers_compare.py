@@ -25,7 +25,7 @@ UNREADABLE = [
     ("\\binom{10^9}{10^8}", "5"),
     ("\\binom{1000000000}{500000000}", "5"),
     ("x^{x^{x^{x}}}", "5"),
-    ("\\gcd(a,b)", "1"),
+    ("\\gcd(4,2)", "1"),
     ("\\undefined{3}", "3"),
     ("\\left(", "5"),
     ("???", "5"),
@@ -44,12 +44,12 @@ UNREADABLE = [
 
 
 def split_case(line):
-    """A line of the table: "answer == reference" or "answer != reference"; several accepted answers with || between."""
+    """A line of the table: "answer == reference" or "answer != reference"."""
     sign = " == " if " == " in line else " != "
     answer, reference = line.split(sign)
     for name, character in (("\\u200b", "\u200b"), ("\\u00a0", "\u00a0"), ("\\u2009", "\u2009")):
         answer = answer.replace(name, character)
-    return answer, reference.replace(" || ", "\n"), "equal" if sign == " == " else "different"
+    return answer, reference, "equal" if sign == " == " else "different"
 
 
 def test_there_are_three_hundred_cases():

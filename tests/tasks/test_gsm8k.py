@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from octavo.tasks.answers import parse_number
-from octavo.tasks.checks import check_math
+from octavo.tasks.answers import check_math
+from octavo.tasks.answers_values import parse_number
 from octavo.tasks.gsm8k import GSM8KConfig
 from octavo.tasks.problem import Problem
 
@@ -101,6 +101,7 @@ def test_hub_without_the_datasets_package(tmp_path, monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OCTAVO_DATA", str(tmp_path))
     monkeypatch.setattr(builtins, "__import__", without_datasets)
     with pytest.raises(ValueError, match="pip install datasets"):
         GSM8KConfig().build()

@@ -86,6 +86,20 @@ def test_its_own_scorer_judges_also_in_another_process(package):
     assert found["<answer>explode</answer>"].detail == "ZeroDivisionError: in the scorer"
 
 
+def test_an_answer_may_stand_anywhere(package):
+    config = ReasoningGymConfig(dataset="doubling", num_train=3, num_test=3, answer_in="text")
+    task = config.build()
+    problem = task.train[0]
+    half = str(int(problem.answer) // 2)
+    texts = (
+        f"{half} + {half} = {problem.answer}.",
+        f"<answer>{problem.answer}</answer>",
+        f"It is 7{half}.",
+        "No idea.",
+    )
+    assert [task.check(problem, text).outcome for text in texts] == ["correct", "correct", "wrong", "unparsable"]
+
+
 def test_what_the_package_refuses_is_named(package):
     with pytest.raises(ValueError, match="refuses dataset='chess'.*not registered"):
         ReasoningGymConfig(dataset="chess").build()

@@ -147,7 +147,7 @@ def test_long_completions_are_penalised_and_truncated_ones_leave_the_loss(tmp_pa
     lengths = torch.tensor([[len(c.tokens) for c in group] for group in completions])
     completions[0] = [replace(c, finish_reason="length") for c in completions[0]]
     rewards = torch.ones(4, 4)
-    groups = Groups(problems=[], completions=completions, rewards=rewards)
+    groups = Groups(problems=[], completions=completions, scored=[], rewards=rewards)
     advantages, metrics = judge(config, groups), rollout_metrics(config, groups)
     penalty = 0.5 * ((lengths - 8) / 8).clamp(0, 1)  # the limit is 16
     shaped = rewards - penalty

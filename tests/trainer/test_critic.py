@@ -17,7 +17,7 @@ from octavo.trainer.critic import judge_tokens, learn_values, load_critic, packe
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
 from octavo.trainer.rollout import pack, sample
-from octavo.trainer.run import load_reference, load_run
+from octavo.trainer.run import in_bf16, load_reference, load_run
 
 
 def ppo(folder, **changes):
@@ -46,6 +46,12 @@ def annotated(config):
 
 def parts(batches):
     return [part for batch in batches for part in batch.microbatches]
+
+
+def test_every_decoder_that_trains_computes_its_layers_again_where_that_is_asked(tmp_path):
+    run = load_run(ppo(tmp_path, trainer__recompute_layers=True), Display())
+    assert run.policy.recompute_layers and in_bf16(run).policy.recompute_layers
+    assert load_critic(run).critic.decoder.recompute_layers
 
 
 def test_the_critic_is_0_at_first_and_sees_what_comes_before_a_token(tmp_path):

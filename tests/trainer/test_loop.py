@@ -130,10 +130,11 @@ def test_a_recipe_that_depends_on_the_batch_shows_its_mismatch_and_is_corrected(
 def test_one_flipped_kv_byte_stops_the_run_or_shows_in_the_metrics(tmp_path, monkeypatch):
     write = KVCache.write
 
-    def flip(self, layer, slot_mapping, k, v):
-        write(self, layer, slot_mapping, k, v)
+    def flip(self, layer, slot_mapping, *heads):
+        queries = write(self, layer, slot_mapping, *heads)
         if layer == 1:
             self.k.view(torch.uint8)[layer, slot_mapping[0], 0, 0] ^= 0x40
+        return queries
 
     monkeypatch.setattr(KVCache, "write", flip)
     config = tiny_config(tmp_path / "run", trainer__num_steps=1, evaluation__interval=0)

@@ -1,9 +1,11 @@
 """What an alarm leads to, in runs whose weights are damaged; a kill anywhere in a rollback changes no bit."""
 
+import math
 import os
 import shutil
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from octavo.trainer.checkpoint import list_checkpoints
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
+from octavo.trainer.progress import Progress
 from octavo.trainer.watch import Alarm
 
 
@@ -256,6 +259,28 @@ def test_bf16_forward_runs_both_sides_in_bf16_exactly_and_comes_back(tmp_path, m
     assert [line["clip/low"] for line in lines] == [0.5, 0.5, 0.8, 0.8, 0.5], "BF16 clips at the plain bounds"
     run(replace(config, output_dir=str(tmp_path / "whole")))
     same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_critics_warm_up_is_neither_judged_nor_remembered(tmp_path):
+    changes = {"algorithm__advantage": {"type": "gae"}, "critic": {"warmup_steps": 10}, "trainer__num_steps": 20}
+    config = watched_run(tmp_path, "warn", **changes)
+    progress = Progress(bounds=config.start_bounds())
+    still = SimpleNamespace(weight_norm=lambda: 40.0)
+    session = SimpleNamespace(run=SimpleNamespace(config=config), progress=progress, optimizer=still)
+    for step in range(20):
+        ratio_std = 0.0 if step < 10 else 0.1  # no ratio moves before the policy does
+        metrics = {"step": step, "reward/mean": 0.5, "policy/ratio_std": ratio_std}
+        progress.pending = {"metrics": metrics}
+        assert rescue.watch_pending(session) is None, metrics
+        assert metrics.get("watch/sum") == (None if step < 10 else 0.0)
+    assert progress.signals["ratio std"].healthy == pytest.approx([math.log(0.101)] * 8)
+
+
+def test_a_jump_of_the_weights_is_seen_in_the_step_that_made_it(rolled_back):
+    lines = read_lines(rolled_back[0] / "rollbacks/001.jsonl")[1:]
+    changes = {line["step"]: line["watch/weight_change"] for line in lines}
+    assert changes[9] > 100 * max(changes[8], changes[10]) > 0.0  # the damage came after step 9
+    assert (lines[1]["watch/signal"], lines[1]["watch/sum"]) == ("weight norm", 0.6), "one step alone is no alarm"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,10 @@ TWO_FORWARDS = {"recipe": "tensorwise_static", "rollout": {"amax_margin": 2.0}, 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"precision__recipe": "tensorwise_static"}, {"precision": TWO_FORWARDS}, {"algorithm__kl__coefficient": 0.01}],
+    [
+        {"precision": TWO_FORWARDS},
+        {"precision__recipe": "tensorwise_static", "algorithm__kl__coefficient": 0.01},
+    ],
 )
 def test_static_scales_and_a_reference_resume_to_the_bit(changes, tmp_path, monkeypatch):
     config = resumable(tmp_path / "run", checkpoint__interval=0, checkpoint__keep_best=False, **changes)
@@ -282,11 +285,11 @@ def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
         session.run.policy.requantize_()
         return evaluate_pending(session)
 
-    def break_rollout(run, problems, seed, first_index):
+    def break_rollout(run, problems, seed, first_index, on_completion):
         if broken == "rollout" and seed == run.seed(TRAINING, 1):
             run.policy.layers[0].o_proj.weight.data[0, 0] = torch.nan
             run.policy.requantize_()
-        return sample(run, problems, seed, first_index)
+        return sample(run, problems, seed, first_index, on_completion)
 
     def break_update(self):
         if broken == "gradient" and self.update == 2:

@@ -1,9 +1,9 @@
 """Dynamic sampling in a step: which prompts are drawn, what is trained on, and a resume to the bit."""
 
 import signal
+from dataclasses import replace
 
 import pytest
-import torch
 from training_runs import read_lines, same_run, signal_at, tiny_config, train_quietly
 
 from octavo.rl.losses import ClipBounds
@@ -13,6 +13,7 @@ from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
 from octavo.trainer.progress import Progress
 from octavo.trainer.run import TRAINING, load_run
+from octavo.trainer.scoring import Scoring
 
 
 def dynamic(folder, max_tries=5, **changes):
@@ -29,10 +30,16 @@ def dynamic(folder, max_tries=5, **changes):
 def scored(monkeypatch, rewards_of):
     """Rewards of a group by the number of its problem in the training set."""
 
-    def score(run, problems, completions):
-        return torch.tensor([rewards_of(int(encoded.problem.id.rpartition("/")[2])) for encoded in problems])
+    gather = Scoring.gather
 
-    monkeypatch.setattr(rollout, "score", score)
+    def gather_others(self):
+        wanted = [rewards_of(int(encoded.problem.id.rpartition("/")[2])) for encoded in self.problems]
+        return [
+            [replace(each, reward=reward) for each, reward in zip(group, rewards, strict=True)]
+            for group, rewards in zip(gather(self), wanted, strict=True)
+        ]
+
+    monkeypatch.setattr(Scoring, "gather", gather_others)
 
 
 def collected(run, next_prompt=0):

@@ -15,8 +15,8 @@ from octavo.trainer.interrupt import Interrupted
 def test_a_reward_that_draws_random_numbers_resumes_to_the_bit(tmp_path, monkeypatch):
     score = rollout.score
 
-    def noisy(run, problems, completions):
-        return score(run, problems, completions) + random.random() + np.random.rand() + torch.rand(())
+    def noisy(scored):
+        return score(scored) + random.random() + np.random.rand() + torch.rand(())
 
     def reseed(number):
         random.seed(number)

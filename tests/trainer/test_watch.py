@@ -71,6 +71,7 @@ HEALTHY = {
     "loss/clip_fraction": 0.01,
     "optimizer/grad_norm": 0.3,
     "policy/ratio_std": 0.1,
+    "watch/weight_change": 1e-4,
     "calibration/skipped": "",
     "calibration/low": 0.7,
     "calibration/low_before": 0.7,
@@ -89,11 +90,12 @@ HEALTHY = {
         ("clip share", "loss/clip_fraction", 0.5),
         ("gradient norm", "optimizer/grad_norm", 3.0),
         ("ratio std", "policy/ratio_std", 2.0),
+        ("weight norm", "watch/weight_change", 5e-3),
         ("reward", "reward/mean", 0.1),
     ],
 )
 def test_each_signal_gives_its_alarm_and_only_when_it_is_bad(name, key, value):
-    assert set(SIGNALS) == {mark.args[1][row][0] for mark in [_marks()] for row in range(8)}
+    assert set(SIGNALS) == {row[0] for row in _marks().args[1]}
     good = {"reward/mean": 0.9}.get(key, HEALTHY.get(f"{key}_before", 0.0 if key != "optimizer/grad_norm" else 1e-3))
     for metric, expected in ((value, [name]), (good, [])):
         states, alarms = {}, []
