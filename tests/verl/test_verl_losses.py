@@ -1,3 +1,4 @@
+import importlib
 import math
 
 import pytest
@@ -126,6 +127,15 @@ def test_verl_has_what_the_entry_point_registers():
 def test_status_names_what_is_missing(monkeypatch):
     monkeypatch.delitem(POLICY_LOSS_REGISTRY, "m2po")
     assert missing().startswith("verl lacks policy loss m2po")
+
+
+def test_a_plug_in_that_fails_says_so_where_verl_does_not(monkeypatch, capsys):
+    from octavo.plugins.verl import registration
+
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "bapo", print)
+    with pytest.raises(ValueError, match="octavo replaces none"):
+        importlib.reload(registration)
+    assert "the plug-in for verl cannot be loaded, and verl goes on without it" in capsys.readouterr().err
 
 
 def test_a_taken_name_is_refused(monkeypatch):

@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from vllm_on_cpu import register
 
 from octavo.layers.attention import PackedAttention
 from octavo.models.checkpoint import load_decoder
+from octavo.models.fp8_folder import stored_weights
 from octavo.numerics.recipe import get_recipe
 from octavo.plugins.vllm import Receiver, publish
 from octavo.plugins.vllm.weights import MANIFEST, check
@@ -130,6 +132,33 @@ def test_a_failure_of_vllm_brings_back_the_version_before(llm, decoder, tmp_path
     with pytest.raises(ValueError, match="It serves policy_version 7 again"):
         receiver.load(wrong)
     assert torch.equal(served(llm), before)
+
+
+def test_verls_worker_takes_fp8_weights_and_no_others(llm, decoder):
+    from octavo.plugins.verl.transfer import Arrival, stamped
+    from octavo.plugins.verl.worker import WorkerExtension
+
+    worker = object.__new__(WorkerExtension)
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    worker.model_runner = executor.driver_worker.worker.model_runner
+    name, weight = next(iter(stored_weights(decoder).items()))
+    worker._arrival = Arrival()
+    with pytest.raises(
+        ValueError, match=rf"{name}.weight came in torch.bfloat16, and vLLM holds it in FP8: name the same"
+    ):
+        worker._update_weights(list(stamped([(f"{name}.weight", weight.values().bfloat16())], 1, 0)), None, False)
+    worker._arrival = Arrival()
+    with pytest.raises(ValueError, match=r"model.norm.weight came in torch.float8_e4m3fn, and vLLM holds it in BF16"):
+        worker._update_weights(list(stamped([("model.norm.weight", weight.q[0])], 1, 0)), None, False)
+
+
+def test_verls_worker_refuses_fp8_weights_for_a_bf16_engine():
+    from octavo.plugins.verl.worker import WorkerExtension
+
+    worker = object.__new__(WorkerExtension)
+    worker.model_runner = SimpleNamespace(vllm_config=SimpleNamespace(quant_config=None))
+    with pytest.raises(ValueError, match="this vLLM runs BF16: set actor_rollout_ref.rollout.quantization=fp8"):
+        worker.update_weights_from_ipc()
 
 
 def test_scales_that_deep_gemm_would_round_are_refused(llm, tmp_path, monkeypatch):

