@@ -30,7 +30,6 @@ from octavo.plugins.verl.calibrating import Calibrator, during
 from octavo.plugins.verl.config import EngineOptions, options_of
 from octavo.plugins.verl.linear import ShardedLinear, check_vllm_takes, quantize_linears, shadowing, take_buffers, whole
 from octavo.plugins.verl.transfer import stamped
-from octavo.trainer.files import write_whole
 
 STRATEGY = "octavo"
 STATE_FILE = "octavo.json"
@@ -198,18 +197,19 @@ class Engine(FSDPEngineWithLMHead):
             if layer is None or kind != "weight":
                 gathered = whole(parameter, get_device_id())
                 assert gathered is not None
-                yield name, gathered.to(torch.bfloat16)
+                yield name, gathered.to(torch.bfloat16) if gathered.is_floating_point() else gathered
             else:
                 yield name, layer.get_buffer("weight_q")
                 yield f"{module}.{SCALE}", layer.get_buffer("weight_q_scale")
 
     def save_checkpoint(self, local_path: str, *arguments: Any, **named: Any) -> None:
-        """verl's files, and the bounds beside them."""
+        """verl's files, and the bounds beside them, by every rank: nodes need not share a disk."""
         super().save_checkpoint(local_path, *arguments, **named)
-        if self.rank == 0:
-            calibration = None if self.calibrator is None else self.calibrator.to_json()
-            state = {"policy_version": self.policy_version, "calibration": calibration}
-            write_whole(Path(local_path) / STATE_FILE, json.dumps(state))
+        calibration = None if self.calibrator is None else self.calibrator.to_json()
+        state = {"policy_version": self.policy_version, "calibration": calibration}
+        partial = Path(local_path) / f"{STATE_FILE}.{self.rank}.partial"
+        partial.write_text(json.dumps(state), encoding="utf-8")
+        partial.replace(Path(local_path) / STATE_FILE)
 
     def load_checkpoint(self, local_path: str, *arguments: Any, **named: Any) -> None:
         """The bounds and verl's files; the bytes are made anew from the masters.
