@@ -99,7 +99,7 @@ def test_bounds_are_chosen_for_the_mini_batch_however_it_is_split(tmp_path):
         )
         run = load_run(config, Display())
         completions = sample(run, run.problems(0, 4), 0)
-        advantages = torch.linspace(-1.0, 1.0, 16).view(4, 4).T
+        advantages = torch.linspace(1.0, -1.0, 16).view(4, 4).T
         first, _ = [loop.annotate(run, None, batch) for batch in batches(config, completions, advantages)]
         assert (len(first.microbatches) > 1) == (microbatch_tokens == 60)
         with torch.no_grad():

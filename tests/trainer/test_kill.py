@@ -8,14 +8,14 @@ from pathlib import Path
 
 from training_runs import in_a_child, read_lines, same_run, tiny_config, train_quietly
 
-from octavo.rollout.engine import Engine
+from octavo.rollout.decode import DecodeSteps
 from octavo.trainer import checkpoint, loop
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import JsonLines
 
 NUM_STEPS = 24
 MOMENTS = {  # owner, function, most calls before the kill: less than two steps have
-    "rollout": [(Engine, "_step", 25)],
+    "rollout": [(DecodeSteps, "run", 25)],
     "update": [(loop, "accumulate", 3), (Optimizer, "step", 3), (loop, "measure_shadow", 2)],
     "checkpoint write": [
         (checkpoint, "_save_tensors", 4),

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from training_runs import in_a_child, read_lines, same_run, signal_at, tiny_config, train_quietly
 
-from octavo.rollout.engine import Engine
+from octavo.rollout.decode import DecodeSteps
 from octavo.trainer import checkpoint, loop, rollout, train
 from octavo.trainer.checkpoint import list_checkpoints, newest_checkpoint
 from octavo.trainer.interrupt import Interrupted
@@ -47,7 +47,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     "owner, name, call, number, saved",
     [
-        (Engine, "_step", 3, signal.SIGINT, "step_000000"),  # in the evaluation before step 0
+        (DecodeSteps, "run", 3, signal.SIGINT, "step_000000"),  # in the evaluation before step 0
         (rollout, "sample", 2, signal.SIGINT, "step_000001"),  # in a rollout: before the step
         (loop, "annotate", 4, signal.SIGTERM, "step_000001"),  # in the old logprobs
         (Optimizer, "step", 3, signal.SIGTERM, "step_000002-before-evaluation"),  # updates end first
