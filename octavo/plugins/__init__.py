@@ -1,0 +1,1 @@
+"""octavo inside other trainers and serving engines; nothing imports them."""

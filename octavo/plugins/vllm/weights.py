@@ -1,0 +1,142 @@
+"""Weights for a vLLM that is running: a folder that is published whole, checked on arrival, and reloaded in place.
+
+    publish(decoder, "/dev/shm/policy", policy_version=3, source="Qwen/Qwen3-8B")      where octavo trains
+    Receiver(llm).load("/dev/shm/policy")                                              where vLLM serves; 3
+
+The folder is an FP8 folder of `models.fp8_folder`, in shards, with a manifest of their SHA-256. What cannot be checked
+is not loaded, so the version that is being served stays. Neither side holds more than a shard beside its weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from octavo.models.checkpoint import save_decoder
+from octavo.models.decoder import Decoder
+from octavo.models.fp8_folder import SCALE, obstacles
+from octavo.plugins.vllm.scales import check_kept
+from octavo.trainer.files import write_whole
+
+MANIFEST = "octavo_transfer.json"
+SUPPORTED = ("0.24", "0.32")
+"""Releases whose worker has `reload_weights(weights_path=...)` for block FP8, by major and minor number."""
+
+
+def publish(
+    decoder: Decoder, folder: str | Path, *, policy_version: int, source: str | Path, max_shard_size: str = "1GB"
+) -> None:
+    """Write the bytes and scales that the decoder multiplies, for `Receiver.load`.
+
+    Args:
+        decoder: with 128x128 blocks of weights.
+        folder: to make or replace, on a disk or memory that vLLM's workers read.
+        policy_version: optimiser steps in the weights.
+        source: folder or hub id that the model came from, for its tokenizer files.
+        max_shard_size: of one file.
+
+    Raises:
+        ValueError: vLLM's block FP8 refuses the model's shapes, or the recipe's weights have no such blocks.
+    """
+    if refused := obstacles(decoder)["vLLM"]:
+        raise ValueError(
+            f"vLLM runs q, k, v and gate, up as one FP8 weight and refuses parts that are no multiple of 128 rows: "
+            f"{', '.join(refused[:3])}{f' and {len(refused) - 3} more' if len(refused) > 3 else ''}. Serve BF16, or "
+            f"keep these projections in precision.keep_bf16"
+        )
+    folder = Path(folder)
+    save_decoder(decoder, folder, source, max_shard_size, weights="fp8")
+    files = {path.name: _digest(path) for path in sorted(folder.glob("*.safetensors"))}
+    write_whole(folder / MANIFEST, json.dumps({"policy_version": policy_version, "sha256": files}))
+
+
+class Receiver:
+    """The weights of a vLLM engine.
+
+    Args:
+        llm: vllm.LLM, started on an FP8 folder of the same model.
+
+    Raises:
+        ValueError: this release of vLLM is not supported.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        import vllm
+
+        release = ".".join(vllm.__version__.split(".")[:2])
+        if release not in SUPPORTED:
+            raise ValueError(
+                f"vLLM {vllm.__version__} is not supported, as its reloading of weights is not known; supported are "
+                f"{', '.join(f'{known}.x' for known in SUPPORTED)}"
+            )
+        self.llm = llm
+        self.policy_version: int | None = None
+        """Of the weights that were loaded last; None before the first."""
+        self._served: Path | None = None
+
+    def load(self, folder: str | Path) -> int:
+        """Reload the engine's weights in place and forget what it had computed from the old ones; their policy_version.
+
+        Raises:
+            ValueError: the folder is incomplete or damaged, or vLLM fails on it or would quantise it again; the version
+                before is being served.
+        """
+        folder = Path(folder)
+        policy_version = check(folder)
+        for shard in folder.glob("*.safetensors"):
+            _check_scales(shard)
+        try:
+            self._reload(folder)
+        except Exception as error:
+            if self._served is not None and self._served != folder:
+                self._reload(self._served)
+            raise ValueError(
+                f"vLLM fails on the weights of {folder}: {' '.join(str(error).split())[:300]}. "
+                + (f"It serves policy_version {self.policy_version} again" if self._served else "Start it again")
+            ) from error
+        self.policy_version, self._served = policy_version, folder
+        return policy_version
+
+    def _reload(self, folder: Path) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self.llm.reset_prefix_cache()
+
+
+def check(folder: Path) -> int:
+    """The policy_version of a published folder, every file of which is as it was written.
+
+    Raises:
+        ValueError: it is not.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        policy_version, wanted = int(manifest["policy_version"]), dict(manifest["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error!r}): the weights are not complete. Wait for `publish` to return, or "
+            f"call it again"
+        ) from error
+    found = {file.name: _digest(file) for file in sorted(folder.glob("*.safetensors"))}
+    if damaged := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        raise ValueError(
+            f"{folder}: {', '.join(damaged[:3])} changed or vanished since policy_version {policy_version} was "
+            f"published. Nothing was loaded; publish it again"
+        )
+    return policy_version
+
+
+def _check_scales(shard: Path) -> None:
+    with safe_open(shard, "pt") as file:
+        for name in file.keys():
+            if name.endswith(SCALE):
+                check_kept(name, file.get_tensor(name))
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
