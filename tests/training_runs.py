@@ -88,8 +88,8 @@ def same_run(folder: Path, other: Path) -> None:
 def half_right(monkeypatch) -> None:
     """Score every second completion of a group as right, whatever it says: a group then always has both signs of A."""
 
-    def alternating(run, problems, completions):
-        return torch.tensor([[float(index % 2) for index in range(len(group))] for group in completions])
+    def alternating(scored):
+        return torch.tensor([[float(index % 2) for index in range(len(group))] for group in scored])
 
     monkeypatch.setattr(rollout, "score", alternating)
 

@@ -36,7 +36,7 @@ def test_no_training_number_changes_when_it_is_on(tmp_path):
     off, on = (without_times(read_lines(folder / "metrics.jsonl")) for folder in folders)
     added = on[0].keys() - off[0].keys()
     assert {key.partition("/")[0] for key in added} == AREAS
-    assert [{key: line[key] for key in off[0]} for line in on] == off
+    assert [{key: line[key] for key in before} for line, before in zip(on, off, strict=True)] == off
     written = [{file.relative_to(folder): file for file in folder.rglob("*.safetensors")} for folder in folders]
     assert len(written[0]) > 2 and written[0].keys() == written[1].keys()
     for name, file in written[0].items():
