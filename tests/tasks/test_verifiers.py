@@ -39,7 +39,7 @@ def wait_until_gone(pids, seconds=10):
 
 @pytest.fixture(scope="module")
 def pool():
-    with VerifierPool(VerifierConfig(num_workers=2, timeout_s=0.6, memory_mb=1024)) as pool:
+    with VerifierPool(VerifierConfig(num_workers=2, timeout_s=1.5, memory_mb=1024)) as pool:
         yield pool
 
 
@@ -59,10 +59,10 @@ def test_verdicts_are_those_of_this_process_in_order(pool):
 @pytest.mark.parametrize(
     "function, outcome, detail",
     [
-        (functions.sleep_long, "timeout", "longer than 0.6 s"),
-        (functions.spin, "timeout", "longer than 0.6 s"),
-        (functions.tower, "timeout", "longer than 0.6 s"),
-        (functions.print_for_ever, "timeout", "longer than 0.6 s"),
+        (functions.sleep_long, "timeout", "longer than 1.5 s"),
+        (functions.spin, "timeout", "longer than 1.5 s"),
+        (functions.tower, "timeout", "longer than 1.5 s"),
+        (functions.print_for_ever, "timeout", "longer than 1.5 s"),
         (functions.take_memory, "crashed", "out of memory"),
         (functions.recurse, "crashed", "recursion"),
         (functions.die, "crashed", "lost"),
