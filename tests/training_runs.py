@@ -94,6 +94,20 @@ def half_right(monkeypatch) -> None:
     monkeypatch.setattr(rollout, "score", alternating)
 
 
+def resumable(folder, **changes):
+    """A run of four steps with a checkpoint after each."""
+    settings = {"trainer__num_steps": 4, "optimizer__lr": 2e-4, "evaluation__interval": 2, "checkpoint__interval": 1}
+    return tiny_config(folder, **(settings | changes))
+
+
+def run(config, **options):
+    """Train; what was printed."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(file=nowhere, record=True, width=300)
+        train(config, Display(console), **options)
+        return console.export_text()
+
+
 def in_a_child(work, *arguments) -> int:
     """Runs work(*arguments) in a forked process; its exit code, or the negative number of the signal that killed it."""
     sys.stdout.flush()

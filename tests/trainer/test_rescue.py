@@ -10,24 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rescue_runs import damage_after, watched_run
-from rich.console import Console
-from training_runs import in_a_child, read_lines, same_run, signal_at, train_quietly, without_times
+from training_runs import in_a_child, read_lines, run, same_run, signal_at, train_quietly, without_times
 
 from octavo.trainer import loop, rescue, rollout, train
 from octavo.trainer.checkpoint import list_checkpoints
 from octavo.trainer.interrupt import Interrupted
-from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.progress import Progress
 from octavo.trainer.watch import Alarm
-
-
-def run(config, **options):
-    """Train; what was printed."""
-    with open(os.devnull, "w") as nowhere:
-        console = Console(file=nowhere, record=True, width=300)
-        train.train(config, Display(console), **options)
-        return console.export_text()
 
 
 def alarm_at(monkeypatch, step, onset=None, rollbacks=(0,)):

@@ -9,31 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
-from training_runs import in_a_child, read_lines, same_run, signal_at, tiny_config, train_quietly
+from training_runs import in_a_child, read_lines, resumable, run, same_run, signal_at, train_quietly
 
 from octavo.rollout.decode import DecodeSteps
 from octavo.trainer import checkpoint, loop, rollout, train
 from octavo.trainer.checkpoint import list_checkpoints, newest_checkpoint
 from octavo.trainer.interrupt import Interrupted
-from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
 from octavo.trainer.resume import find_resume_point
 from octavo.trainer.run import TRAINING
-
-
-def resumable(folder, **changes):
-    settings = {"trainer__num_steps": 4, "optimizer__lr": 2e-4, "evaluation__interval": 2, "checkpoint__interval": 1}
-    return tiny_config(folder, **(settings | changes))
-
-
-def run(config, **options):
-    """Train; what was printed."""
-    with open(os.devnull, "w") as nowhere:
-        console = Console(file=nowhere, record=True, width=300)
-        train.train(config, Display(console), **options)
-        return console.export_text()
 
 
 @pytest.fixture(scope="module")
@@ -78,36 +63,6 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "accumulate", twice)
     with pytest.raises(KeyboardInterrupt):
         run(resumable(tmp_path / "run", evaluation__interval=0))
-
-
-TWO_FORWARDS = {"recipe": "tensorwise_static", "rollout": {"amax_margin": 2.0}, "allow_mismatch": True}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"precision": TWO_FORWARDS},
-        {"precision__recipe": "tensorwise_static", "algorithm__kl__coefficient": 0.01},
-    ],
-)
-def test_static_scales_and_a_reference_resume_to_the_bit(changes, tmp_path, monkeypatch):
-    config = resumable(tmp_path / "run", checkpoint__interval=0, checkpoint__keep_best=False, **changes)
-    with monkeypatch.context() as patch:
-        signal_at(patch, loop, "annotate", 4, signal.SIGTERM)  # after the rollout has moved the scales' amax
-        with pytest.raises(Interrupted):
-            run(config)
-    run(config, resume=True)
-    run(replace(config, output_dir=str(tmp_path / "whole")))
-    same_run(tmp_path / "run", tmp_path / "whole")
-
-
-def test_evaluation_leaves_no_trace_in_static_scales(tmp_path):
-    lines = []
-    for interval in (0, 1):
-        folder = tmp_path / str(interval)
-        run(resumable(folder, precision__recipe="tensorwise_static", evaluation__interval=interval))
-        lines.append([line["policy/ratio_std"] for line in read_lines(folder / "metrics.jsonl")])
-    assert lines[0] == lines[1] and min(lines[0]) > 0.0
 
 
 def delete(file):
