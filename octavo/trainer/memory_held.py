@@ -9,10 +9,11 @@ from octavo.models.config import DecoderConfig
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.calibration_config import EMAReference, SnapshotReference
 from octavo.trainer.config import TrainConfig
+from octavo.trainer.memory_passes import DecoderPass
 
 OPERAND_BYTES = 8
 """The reference multiplies weights in float64 and keeps them ready from one optimiser step to the next. Kernels on a
-GPU read the stored bytes, and for the backward a transposed copy."""
+GPU read the stored bytes, or a copy with whole blocks, and for the backward a transposed one."""
 FORMAT_BYTES = {"fp8": 1, "bf16": 2, "fp32": 4}
 
 
@@ -117,7 +118,13 @@ def forward_bytes(shape: DecoderConfig, recipe: Recipe, on_gpu: bool) -> Forward
     copies = 1 if recipe.dgrad is None or recipe.dgrad.right == recipe.fprop.right else 2
     stored = quantized * copies + (linear - quantized + _vocabulary(shape)) * high
     if on_gpu and recipe.high_precision == "bf16":
-        return ForwardBytes(stored=stored, operands=0, backward=quantized)
+        layers = DecoderPass(shape=shape, recipe=recipe, num_tokens=1, num_scored=0).layers
+        passes = [each for layer in layers for each in layer.linears]
+        return ForwardBytes(
+            stored=stored,
+            operands=sum(each.forward_copy for each in passes),
+            backward=sum(each.backward_copy for each in passes),
+        )
     return ForwardBytes(
         stored=stored,
         operands=OPERAND_BYTES * (linear + shape.vocab_size * shape.hidden_size),  # the head is one, not the embedding

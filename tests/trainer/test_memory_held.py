@@ -3,7 +3,6 @@
 import pytest
 from tiny_models import tiny_config, tiny_decoder
 
-from octavo.check.memory import estimate_memory, linears
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import decoder_config
 from octavo.models.critic import Critic
@@ -11,6 +10,7 @@ from octavo.numerics.recipe import get_recipe
 from octavo.rollout.kv_cache import KVCache
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
+from octavo.trainer.memory_held import estimate_memory, linears
 from octavo.trainer.reference import Reference
 
 BASE = {"output_dir": "runs/x", "model": {"path": "x"}, "task": {"type": "arithmetic"}}
@@ -125,7 +125,8 @@ def test_bf16_steps_as_a_rescue_add_their_weights_and_cache():
 
 @pytest.mark.parametrize("recipe", ["block128", "w8a16", "rowwise", "bf16"])
 def test_kernels_on_a_gpu_read_the_stored_bytes(recipe):
-    shape = decoder_config(tiny_config("llama"))
+    widths = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # whole blocks
+    shape = decoder_config(tiny_config("llama", **widths))
     run = from_dict(TrainConfig, {**BASE, "precision": {"recipe": recipe}, "device": "cuda"}, "test")
     on_cpu = from_dict(TrainConfig, {**BASE, "precision": {"recipe": recipe}}, "test")
     here, there = (estimate_memory(config, shape, two_forwards=False).parts for config in (run, on_cpu))
