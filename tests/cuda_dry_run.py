@@ -8,7 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
-from octavo.kernels import agreement, decode_gemm
+from octavo.kernels import agreement, decode_gemm, lm_head
+from octavo.rollout import sampler
+from octavo.trainer import run
 
 
 class Allocations(TorchDispatchMode):
@@ -64,3 +66,27 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(decode_gemm, "_descriptor", lambda *_, **__: None)
     for name in ("blocks_agree", "rows_agree", "bf16_agrees", "w8a16_agrees"):
         monkeypatch.setattr(agreement, name, lambda *_: True)
+
+
+def pretend_finite(monkeypatch):
+    """What no kernel writes is 0, and every sampled token is 1: a whole training step can run."""
+    full = torch.full
+    monkeypatch.setattr(
+        torch, "full", lambda size, value, **options: full(size, value if value == value else 0, **options)
+    )
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.zeros(*size, **options))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **options: torch.zeros_like(x, **options))
+
+    def draw_tokens(logits, *_):
+        lm_head.combined(*lm_head.sums_of(logits))
+        return torch.ones(len(logits), dtype=torch.int64), torch.zeros(len(logits))
+
+    monkeypatch.setattr(sampler, "draw_tokens", draw_tokens)
+    monkeypatch.setattr(run, "check_live", lambda *_: None)  # it looks at numbers
+
+
+def pretend_to_measure(monkeypatch, allocations):
+    """torch.cuda tells of these allocations."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocations.live)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocations.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: allocations.reset_peak())

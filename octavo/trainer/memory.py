@@ -225,7 +225,8 @@ class TokenCounts:
             num_prompts = max(num_prompts, num_problems)
             num_sequences = max(num_sequences, num_problems * evaluation.completions_per_problem)
         running = min(engine.max_sequences, num_sequences)
-        prompts = min(num_prompts, running) * rollout.max_prompt_tokens
+        rest = min(rollout.max_prompt_tokens, engine.page_size)  # of a prompt whose whole pages the group shares
+        prompts = min(num_prompts, running) * rollout.max_prompt_tokens + running * rest
         if running * longest > engine.kv_cache_tokens:  # sequences are preempted, and computed anew
             prompts = running * longest
         groups = -(-rollout.prompts_per_step // config.trainer.num_mini_batches)

@@ -40,8 +40,10 @@ class StepClock:
         self._open.pop()
 
     def finish(self) -> dict[str, float]:
-        """All phases, and `time/step_s`."""
+        """All phases, and `time/step_s`; on a CUDA device `memory/held_gib`, what is left after the step."""
         self._note_peak()
+        if self.device.type == "cuda":
+            self.metrics["memory/held_gib"] = torch.cuda.memory_allocated(self.device) / 2**30
         return {**self.metrics, "time/step_s": time.perf_counter() - self.started}
 
     def _note_peak(self) -> None:
