@@ -73,7 +73,7 @@ def random_model(path: Path, source: Path, widths: Mapping[str, Any]) -> Path:
 
 
 def full_run(model: Path, folder: Path, precision: Mapping[str, Any], recompute: bool = False) -> TrainConfig:
-    """Three steps on a CUDA device, with microbatches as full as a plan takes them to be: random weights hardly ever end a
+    """Three steps on a CUDA device with full microbatches, as a plan takes them to be: random weights hardly ever end a
     completion before its limit."""
     return from_dict(
         TrainConfig,
