@@ -31,6 +31,10 @@ class PlannedRun:
     plan: MemoryPlan
     measured: dict[str, float]
     """Phase of the clock -> GiB, the most of all steps. `peak` is of whole steps, `held` of what is left after one."""
+    reserved: float
+    """GiB that the allocator holds at the end, at least as much as the peak."""
+    beside: float
+    """GiB of the device that are used and not the allocator's."""
 
     @property
     def planned(self) -> dict[str, float]:
@@ -51,6 +55,8 @@ class PlannedRun:
         ]
         for name, parts in {"held": self.plan.held, **self.plan.phases}.items():
             lines += [f"  {name:12} {part:28} {size / GIB:8.3f} GiB" for part, size in parts.items()]
+        beside = f"{self.beside:.3f} GiB of the device beside it, planned {self.plan.reserve / GIB:.3f}"
+        lines.append(f"the allocator holds {self.reserved:.3f} GiB; {beside}")
         return "\n".join(lines)
 
 
@@ -116,4 +122,7 @@ def train_beside_plan(config: TrainConfig) -> PlannedRun:
             if key.startswith("memory/"):
                 name = key.removeprefix("memory/").removesuffix("_gib")
                 measured[name] = max(measured.get(name, 0.0), value)
-    return PlannedRun(plan=plan, measured=measured)
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    beside = total - free - reserved
+    return PlannedRun(plan=plan, measured=measured, reserved=reserved / GIB, beside=beside / GIB)

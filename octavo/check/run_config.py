@@ -28,7 +28,7 @@ from octavo.tasks.sandbox import refusal
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.errors import reason
-from octavo.trainer.memory import Planner, gib, planner
+from octavo.trainer.memory import Planner, binary_size, planner
 from octavo.trainer.memory_advice import advice, free_bytes
 from octavo.trainer.memory_held import MemoryEstimate
 from octavo.trainer.output import RunFolder
@@ -249,7 +249,8 @@ def memory_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
 def plan_row(config: TrainConfig, plan_of: Planner) -> Row:
     """The run's memory plan against what is free on its CUDA device."""
     plan, free = plan_of(config), free_bytes(config.device)
-    detail = f"{gib(plan.needed_bytes)} of {gib(free)} free; {' '.join(line.strip() for line in plan.lines())}"
+    plan_text = " ".join(line.strip() for line in plan.lines())
+    detail = f"{binary_size(plan.needed_bytes)} of {binary_size(free)} free; {plan_text}"
     if plan.needed_bytes > free:
         return _row("memory for the run", "FAIL", detail, advice(config, free, plan_of))
     return _row("memory for the run", "OK", detail)

@@ -87,10 +87,10 @@ class MemoryPlan:
         if not self.phases:
             return []
         name, peak = self.peak
-        phases = ", ".join(f"{phase} {gib(size)}" for phase, size in self.totals.items())
+        phases = ", ".join(f"{phase} {binary_size(size)}" for phase, size in self.totals.items())
         return [
-            f"memory plan: {gib(peak)} at the peak, in {name} ({phases})",
-            f"  at all times {gib(sum(self.held.values()))}: {parts_text(self.held)}; in {name} also "
+            f"memory plan: {binary_size(peak)} at the peak, in {name} ({phases})",
+            f"  at all times {binary_size(sum(self.held.values()))}: {parts_text(self.held)}; in {name} also "
             f"{parts_text(self.phases[name])}",
         ]
 
@@ -252,9 +252,9 @@ def _batch_bytes(config: TrainConfig) -> int:
 
 def parts_text(parts: dict[str, int]) -> str:
     """Largest first."""
-    return ", ".join(f"{name} {gib(size)}" for name, size in sorted(parts.items(), key=lambda part: -part[1]))
+    return ", ".join(f"{name} {binary_size(size)}" for name, size in sorted(parts.items(), key=lambda part: -part[1]))
 
 
-def gib(num_bytes: float) -> str:
-    """A size for people: 12.3 GiB."""
-    return f"{num_bytes / GIB:.2f} GiB"
+def binary_size(num_bytes: float) -> str:
+    """A size for people: 34.1 MiB, 12.34 GiB."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -10,7 +10,7 @@ import torch
 
 from octavo.rl.calibration_config import EMAReference, MastersReference, SnapshotReference
 from octavo.trainer.config import TrainConfig
-from octavo.trainer.memory import MemoryPlan, Planner, gib, parts_text, planner
+from octavo.trainer.memory import MemoryPlan, Planner, binary_size, parts_text, planner
 from octavo.trainer.run import use_device
 
 FEWEST_SEQUENCES = 16
@@ -47,10 +47,11 @@ def check_room(config: TrainConfig, free: int, plan_of: Planner) -> None:
     if plan.needed_bytes <= free:
         return
     phase, peak = plan.peak
+    parts = parts_text(plan.held | plan.phases[phase])
     raise ValueError(
-        f"the run needs {gib(plan.needed_bytes)} of device={config.device!r}, where {gib(free)} are free: {gib(peak)} "
-        f"of tensors at the peak, in {phase} ({parts_text(plan.held | plan.phases[phase])}), and what CUDA and its "
-        f"allocator hold beside them. {advice(config, free, plan_of)}"
+        f"the run needs {binary_size(plan.needed_bytes)} of device={config.device!r}, where {binary_size(free)} are "
+        f"free: {binary_size(peak)} of tensors at the peak, in {phase} ({parts}), and what CUDA and its allocator hold "
+        f"beside them. {advice(config, free, plan_of)}"
     )
 
 
@@ -64,10 +65,10 @@ def advice(config: TrainConfig, free: int, plan_of: Planner) -> str:
         fitting = [value for value in values if after[value] <= free]
         value = chosen.get(key, (fitting or values[-1:])[0])
         if after[value] < needed:
-            savings.append(f"{override(key, value)} saves {gib(needed - after[value])}")
+            savings.append(f"{override(key, value)} saves {binary_size(needed - after[value])}")
     alone = f". Alone, {', '.join(savings)}" if savings else ""
     if least > free:
-        return f"Nothing here makes it fit: at the least it needs {gib(least)}. Take a smaller model{alone}"
+        return f"Nothing here makes it fit: at the least it needs {binary_size(least)}. Take a smaller model{alone}"
     return f"It fits with {' '.join(override(*change) for change in chosen.items())}{alone}"
 
 

@@ -13,6 +13,7 @@ from octavo import cli
 from octavo.check import run_config, runner
 from octavo.check.rows import Row
 from octavo.check.run_config import config_rows, sandbox_row
+from octavo.trainer.memory import binary_size
 
 REPO = Path(__file__).resolve().parents[2]
 TINY_MODEL = REPO / "examples/tiny/model"
@@ -86,6 +87,18 @@ def test_little_memory_and_disk(tmp_path, monkeypatch):
     assert check(tmp_path)["memory for the run"].status == "WARN"
     monkeypatch.setattr("octavo.trainer.output.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
     assert check(tmp_path)["disk"].status == "FAIL"
+
+
+@pytest.mark.parametrize("free, status", [(2**31, "OK"), (10**9, "FAIL")])
+def test_a_memory_plan_is_held_against_the_card(free, status, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_config, "use_device", lambda name: None)
+    monkeypatch.setattr(run_config, "require_kernels", lambda *_: None)
+    monkeypatch.setattr(run_config, "free_bytes", lambda device: free)
+    monkeypatch.setattr(run_config, "back_end_rows", lambda *_: iter(()))
+    row = check(tmp_path, "device=cuda")["memory for the run"]
+    assert row.status == status and f"of {binary_size(free)} free; memory plan: " in row.detail
+    assert "FP32 masters 6.9 MiB" in row.detail and "in rollout also prefill" in row.detail
+    assert status == "OK" or "rollout.engine.max_sequences=16 saves" in row.next_step
 
 
 def run(monkeypatch, *arguments):

@@ -206,7 +206,7 @@ def test_every_phase_of_a_run_takes_what_is_planned(precision, recompute, tmp_pa
     assert line["memory/planned_gib"] == plan.peak[1] / GIB
     plan.held.pop("cuBLAS workspaces")
     measured = {key[len("memory/") : -len("_gib")]: value for key, value in line.items() if key.startswith("memory/")}
-    run = PlannedRun(plan=plan, measured=measured)
+    run = PlannedRun(plan=plan, measured=measured, reserved=0.0, beside=0.0)
     assert run.planned.keys() == {"rollout", "old_logprobs", "shadow", "update", "peak", "held"}
     assert 0.0 <= run.off("rollout") < 0.05, run.table()  # a bound: how many prompts share a prefill, nobody knows
     assert all(abs(run.off(phase)) < 0.005 for phase in run.planned if phase != "rollout"), f"\n{run.table()}"
