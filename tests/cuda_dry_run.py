@@ -82,7 +82,8 @@ def pretend_finite(monkeypatch):
         return torch.ones(len(logits), dtype=torch.int64), torch.zeros(len(logits))
 
     monkeypatch.setattr(sampler, "draw_tokens", draw_tokens)
-    monkeypatch.setattr(run, "check_live", lambda *_: None)  # it looks at numbers
+    for name in ("check_live", "check_observed"):  # which look at numbers
+        monkeypatch.setattr(run, name, lambda *_: None)
 
 
 def pretend_to_measure(monkeypatch, allocations):

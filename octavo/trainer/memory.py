@@ -115,8 +115,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Arguments as of `estimate_memory`."""
     estimate = estimate_memory(config, shape, two_forwards, of_critic)
-    if not config.device.startswith("cuda") or config.precision.train_recipe().high_precision == "fp32":
-        return MemoryPlan(estimate=estimate)
+    recipes = [config.precision.train_recipe(), config.precision.rollout_recipe(), get_recipe(config.critic.recipe)]
+    if not config.device.startswith("cuda") or any(recipe.high_precision == "fp32" for recipe in recipes):
+        return MemoryPlan(estimate=estimate)  # there the reference multiplies, in float64
     counts = TokenCounts.of(config)
     held = {name: size for name, size in estimate.parts.items() if name != "gradients" and size}
     if of_critic is not None:
@@ -180,14 +181,16 @@ def _passes(
             "saved activations": critic.saved_bytes,
             "backward": critic.update(accumulated=True) - critic.saved_bytes + head,
         }
-    if config.calibration is not None or config.trainer.shadow_interval or config.algorithm.loss_shadow != "training":
-        phases["shadow"] = {**gradients, "forward": policies[0].forward(shadow=True)}
+    shadow, reads_shadow = policies[0].forward(shadow=True), config.algorithm.loss_shadow != "training"
+    if config.calibration is not None or config.trainer.shadow_interval or reads_shadow:
+        phases["shadow"] = {**gradients, "forward": shadow}
     several = counts.in_mini_batch > T
     widest = max(policies, key=lambda policy: policy.update(accumulated=several))
+    backward = widest.update(accumulated=several) - widest.saved_bytes
     phases["update"] = {
         **(gradients if several else {}),  # of a single microbatch they grow as activations go
         "saved activations": widest.saved_bytes,
-        "backward": widest.update(accumulated=several) - widest.saved_bytes,
+        "backward": max(backward, shadow) if reads_shadow else backward,  # its forward is between the two
     }
     linears = [each.in_features * each.out_features for each in policies[0].layers[0].linears]
     largest = max(shape.vocab_size * shape.hidden_size, *linears)

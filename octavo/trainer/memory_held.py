@@ -56,31 +56,31 @@ def estimate_memory(
         "gradients": 4 * num_parameters,
         "AdamW": 8 * num_parameters,
         f"{train.name} bytes": forward.stored,
-        "operands": forward.operands + forward.backward,
+        "operands": forward.operands + forward.head + forward.backward,
         "KV cache": kv_cache_bytes(config, shape, rollout),
     }
     if two_forwards:
         twin = forward_bytes(shape, rollout, on_gpu)
-        parts["the rollout's own bytes"] = twin.stored + twin.operands
+        parts["the rollout's own bytes"] = twin.stored + twin.operands + twin.head
     if config.algorithm.kl.coefficient > 0.0:
-        parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands
+        parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands + forward.head
     if config.calibration is not None and isinstance(config.calibration.reference, EMAReference | SnapshotReference):
         copy = forward_bytes(shape, get_recipe("bf16"), on_gpu)
         parts["calibration's reference"] = 4 * num_parameters + copy.stored
     if config.algorithm.loss_shadow == "fp32_shadow":
         twin = forward_bytes(shape, get_recipe("fp32"), on_gpu)
-        parts["FP32 shadow"] = twin.stored + twin.operands
+        parts["FP32 shadow"] = twin.stored + twin.head  # which reads the masters, and keeps none of them ready
     if config.watch is not None and config.watch.action == "bf16_forward":
         bf16 = get_recipe("bf16")
         twin = forward_bytes(shape, bf16, on_gpu)
-        parts["rescue in BF16"] = twin.stored + twin.operands + kv_cache_bytes(config, shape, bf16)
+        prepared = twin.operands + twin.head
+        parts["rescue in BF16"] = twin.stored + prepared + kv_cache_bytes(config, shape, bf16)
     num_critic_parameters = 0
     if critic_shape is not None:
         critic_shape = replace(critic_shape, tied_embeddings=True)  # its lm_head is dropped
         num_critic_parameters = count_parameters(critic_shape) + critic_shape.hidden_size + 1
         critic = forward_bytes(critic_shape, get_recipe(config.critic.recipe), on_gpu)
-        head = OPERAND_BYTES * critic_shape.vocab_size * critic_shape.hidden_size if critic.operands else 0
-        prepared = critic.operands - head + critic.backward
+        prepared = critic.operands + critic.backward  # its head is no lm_head
         parts["critic"] = 16 * num_critic_parameters + critic.stored + prepared
     high = FORMAT_BYTES[train.high_precision]
     return MemoryEstimate(
@@ -103,7 +103,9 @@ class ForwardBytes:
     stored: int
     """FP8 bytes and high-precision copies of the weights."""
     operands: int
-    """Weights prepared for the forward's products."""
+    """Weights of layers prepared for the forward's products."""
+    head: int
+    """lm_head, likewise."""
     backward: int
     """Weights prepared for the backward's."""
 
@@ -123,11 +125,13 @@ def forward_bytes(shape: DecoderConfig, recipe: Recipe, on_gpu: bool) -> Forward
         return ForwardBytes(
             stored=stored,
             operands=sum(each.forward_copy for each in passes),
+            head=0,
             backward=sum(each.backward_copy for each in passes),
         )
     return ForwardBytes(
         stored=stored,
-        operands=OPERAND_BYTES * (linear + shape.vocab_size * shape.hidden_size),  # the head is one, not the embedding
+        operands=OPERAND_BYTES * linear,
+        head=OPERAND_BYTES * shape.vocab_size * shape.hidden_size,
         backward=FORMAT_BYTES["fp32"] * quantized,
     )
 

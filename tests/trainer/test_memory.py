@@ -100,6 +100,22 @@ def test_a_step_of_one_microbatch_has_gradients_only_as_its_activations_go():
     assert single.totals["update"] < several.totals["update"]
 
 
+def test_a_critic_a_shadow_in_the_loss_and_steps_in_bf16_have_their_say():
+    plain = plan_of(SMOLLM2, calibration=None, trainer={"shadow_interval": 0}, critic={})
+    assert plain.phases.keys() == {"rollout", "old_logprobs", "update", "optimizer"}
+    config = from_dict(TrainConfig, {**BASE, "algorithm": GAE, "critic": {"recipe": "bf16"}}, "test")
+    judged = plan_memory(config, SMOLLM2, False, SMOLLM2)
+    parameters = 134_515_008 + 577  # a vector and a number in place of lm_head
+    assert judged.phases["critic"]["gradients"] == 4 * parameters
+    assert judged.held["critic"] == 12 * parameters + 2 * (134_515_008 - 30 * 2 * 576 - 576)
+    rescued = plan_of(SMOLLM2, watch={"action": "bf16_forward"})
+    in_bf16 = plan_of(SMOLLM2, precision={"recipe": "bf16"})
+    assert rescued.phases["update"] == in_bf16.phases["update"]
+    few = {"trainer": {"recompute_layers": True, "microbatch_tokens": 1024}, "calibration": None}
+    read = plan_of(SMOLLM2, **few, algorithm={"ratio_from": "bf16_shadow"})
+    assert read.phases["update"]["backward"] >= plan_of(SMOLLM2, **few).phases["shadow"]["forward"]
+
+
 def test_counts_are_the_most_that_can_be():
     rollout = {"prompts_per_step": 6, "group_size": 4, "max_prompt_tokens": 100, "max_completion_tokens": 200}
     changes = {"trainer": {"num_mini_batches": 2, "microbatch_tokens": 1000}, "evaluation": {"interval": 0}}
@@ -115,7 +131,13 @@ def test_counts_are_the_most_that_can_be():
     assert (counts.prefill, counts.microbatch) == (512, 300), "what was preempted is computed again; no sequence is cut"
 
 
-@pytest.mark.parametrize("changes", [{"device": "cpu"}, {"precision": {"recipe": "fp32"}}])
+GAE = {"advantage": {"type": "gae"}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"device": "cpu"}, {"precision": {"recipe": "fp32"}}, {"algorithm": GAE, "critic": {"recipe": "fp32"}}],
+)
 def test_activations_are_planned_for_kernels_alone(changes):
     plan = plan_of(SMOLLM2, **changes)
     assert not plan.phases and not plan.lines() and not plan.metrics() and plan.estimate.total_bytes > 0

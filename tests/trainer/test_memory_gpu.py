@@ -41,4 +41,3 @@ def test_the_plan_is_what_a_run_takes(widths, precision, recompute, tmp_path):
     run = train_beside_plan(full_run(model, tmp_path / "run", precision, recompute))
     assert {"rollout", "old_logprobs", "shadow", "update", "peak", "held"} == run.planned.keys()
     assert abs(run.off("peak")) <= 0.05, f"\n{run.table()}"
-    assert run.measured["planned"] == run.planned["peak"], "the metric is the plan's"
