@@ -124,8 +124,10 @@ def plan_memory(
         held["critic"] -= FP32 * estimate.num_critic_parameters
     held["packed batch"] = counts.in_step * _batch_bytes(config)
     held["rotary table"] = FP32 * config.max_tokens * shape.head_dim
-    graphs = [rows for rows in range(GRAPH_ROWS + 1, counts.running + 1) if padded_size(rows) == rows]
-    held["cuBLAS workspaces"] = WORKSPACE_BYTES * (2 + len(graphs) * config.rollout.engine.cuda_graphs)
+    engine = config.rollout.engine
+    held["page table"] = FP32 * padded_size(engine.max_sequences) * -(-config.max_tokens // engine.page_size)
+    num_graphs = max(0, counts.running - GRAPH_ROWS) // (padded_size(GRAPH_ROWS + 1) - GRAPH_ROWS)
+    held["cuBLAS workspaces"] = WORKSPACE_BYTES * (2 + num_graphs * engine.cuda_graphs)
     prefill, decode = _rollout(config, shape, counts)
     return MemoryPlan(
         estimate=estimate,
@@ -134,7 +136,7 @@ def plan_memory(
             "rollout": {"prefill": prefill} if prefill > decode else {"decode": decode},
             **_passes(config, shape, of_critic, counts, estimate),
         },
-        reserve=LIBRARY_BYTES + decode * config.rollout.engine.cuda_graphs,
+        reserve=LIBRARY_BYTES + decode * engine.cuda_graphs,
     )
 
 
