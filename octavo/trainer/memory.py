@@ -6,7 +6,7 @@
     shadow         + gradients, a forward with weights cast from the masters
     critic         + the critic's gradients and activations
     update         + gradients, activations of a microbatch, what its backward holds at its widest moment
-    optimizer      + gradients, a look at the largest weight
+    optimizer      + gradients
 
 The phases do not coincide, so the peak is the largest. A microbatch is taken to be full, and completions to be as long
 as they may be.
@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from octavo.kernels.operands import TOKEN_BLOCK
 from octavo.models.config import DecoderConfig, read_config
 from octavo.numerics.recipe import get_recipe
 from octavo.rl.gae import GAEConfig
@@ -35,8 +36,6 @@ WORKSPACE_BYTES = 32 * 2**20
 """Of cuBLAS on Hopper, for each thread and stream that multiplies."""
 GRAPH_ROWS = 128
 """Decode steps of more rows multiply by cuBLAS, in a workspace for each CUDA graph."""
-ISFINITE_BYTES = 7
-"""Of torch.isfinite, an FP32 number."""
 TRUNCATION_BYTES = 42
 """Of sampling with top_p, top_k and min_p, a logit."""
 BATCH_BYTES = 37
@@ -160,7 +159,7 @@ def _passes(
     estimate: MemoryEstimate,
 ) -> dict[str, dict[str, int]]:
     """The phases in which packed microbatches run."""
-    recipes, T = [config.precision.train_recipe()], counts.microbatch
+    recipes, T = [config.precision.train_recipe()], -(-counts.microbatch // TOKEN_BLOCK) * TOKEN_BLOCK  # filled up
     if config.watch is not None and config.watch.action == "bf16_forward":
         recipes.append(get_recipe("bf16"))
     recompute = config.trainer.recompute_layers
@@ -186,7 +185,7 @@ def _passes(
     shadow, reads_shadow = policies[0].forward(shadow=True), config.algorithm.loss_shadow != "training"
     if config.calibration is not None or config.trainer.shadow_interval or reads_shadow:
         phases["shadow"] = {**gradients, "forward": shadow}
-    several = counts.in_mini_batch > T
+    several = counts.in_mini_batch > counts.microbatch
     widest = max(policies, key=lambda policy: policy.update(accumulated=several))
     backward = widest.update(accumulated=several) - widest.saved_bytes
     phases["update"] = {
@@ -194,9 +193,7 @@ def _passes(
         "saved activations": widest.saved_bytes,
         "backward": max(backward, shadow) if reads_shadow else backward,  # its forward is between the two
     }
-    linears = [each.in_features * each.out_features for each in policies[0].layers[0].linears]
-    largest = max(shape.vocab_size * shape.hidden_size, *linears)
-    phases["optimizer"] = {**gradients, "a look at the largest weight": ISFINITE_BYTES * largest}
+    phases["optimizer"] = gradients
     return phases
 
 

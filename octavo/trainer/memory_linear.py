@@ -1,19 +1,18 @@
 """What a linear layer holds on a CUDA device in forward and backward, tensor by tensor, without running it.
 
 The order is that of layers/linear.py and kernels/: what is allocated there is taken here, and freed where it is freed
-there. Token counts are taken to be odd, as packed batches are: then every operand is filled up to whole blocks in a
-copy. What torch's own kernels use inside is not counted.
+there. A packed batch is a multiple of 128 tokens. What torch's own kernels use inside is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from octavo.kernels.gemm import CUBLAS_ROWS
-from octavo.layers.linear import WGRAD_TOKEN_MULTIPLE
-from octavo.numerics.fp8 import BLOCK_128X128, PER_COLUMN, QuantBlock
+from octavo.kernels.gemm import CUBLAS_ROWS, FEW_ROWS
+from octavo.kernels.operands import K_BLOCK, ROW_MULTIPLE
+from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X128, PER_TENSOR, QuantBlock
 from octavo.numerics.recipe import Recipe
 
 BF16, FP32, INT64 = 2, 4, 8
@@ -69,22 +68,17 @@ class LinearPass:
         return sum(self.splits)
 
     @property
-    def padded_tokens(self) -> int:
-        """T filled up for WGrad."""
-        return _up(self.num_tokens, WGRAD_TOKEN_MULTIPLE)
-
-    @property
     def filled_rows(self) -> int:
-        """N of the weight as FProp reads it: projections filled up to whole blocks of 128 x 128."""
-        if not self.quantized or self.recipe.fprop.right != BLOCK_128X128:
+        """N of the weight as FProp reads it: projections before the last filled up to whole blocks of 128 x 128."""
+        if self.recipe.fprop.right != BLOCK_128X128 or not self.quantized or _whole(self.splits[:-1]):
             return self.out_features
-        return sum(_up(split, 128) for split in self.splits)
+        return sum(_up(split, K_BLOCK) for split in self.splits)
 
     @property
     def forward_copy(self) -> int:
         """Bytes of the weight filled up for FProp's kernel; 0 where that reads the stored ones."""
         K, rows = self.in_features, self.filled_rows
-        multiple = 128 if self.recipe.fprop.right == BLOCK_128X128 else 16
+        multiple = K_BLOCK if self.recipe.fprop.right == BLOCK_128X128 else ROW_MULTIPLE
         return rows * _up(K, multiple) * (self.quantized and (rows != self.out_features or K % multiple != 0))
 
     @property
@@ -92,11 +86,8 @@ class LinearPass:
         """Bytes of the transposed weight that DGrad's kernel reads."""
         if not self.quantized or self.recipe.dgrad is None:
             return 0
-        K, N = self.in_features, self.out_features
-        if self.recipe.dgrad.right != BLOCK_128X128:
-            return K * sum(_up(split, 16) for split in self.splits)
-        kept = N * K * (self.filled_rows == N and K % 16 == 0 and K % 128 != 0)  # written with W, and filled up too
-        return kept + _up(K, 128) * self.filled_rows
+        square = self.recipe.dgrad.right == BLOCK_128X128
+        return self.in_features * sum(_up(split, K_BLOCK if square else ROW_MULTIPLE) for split in self.splits)
 
     @property
     def keeps_x(self) -> bool:
@@ -115,73 +106,102 @@ class LinearPass:
         if self.keeps_x:
             return self.mask
         assert self.recipe.wgrad is not None
-        return self.mask + cast_bytes(self.padded_tokens, self.in_features, self.recipe.wgrad.right)
+        return self.mask + cast_bytes(self.num_tokens, self.in_features, self.recipe.wgrad.right)
 
-    def forward(self, ledger: Ledger, *, grad: bool, shadow: bool = False) -> None:
-        """X is held before; after it Y too, and with `grad` what is saved."""
+    @property
+    def _casts_x_once(self) -> bool:
+        """Whether one cast of X serves FProp and WGrad."""
+        left, static = self.recipe.fprop.left, self.recipe.static_activation_scale
+        return not self.keeps_x and not static and _both_ways(left, (self.in_features,))
+
+    def forward(self, ledger: Ledger, *, grad: bool, shadow: bool = False, again: bool = False) -> None:
+        """X is held before; after it Y too, and with `grad` what is saved. A static scale learns nothing `again`."""
         T, K, N = self.num_tokens, self.in_features, self.out_features
-        left, filled = self.recipe.fprop.left, _up(K, 128)
+        left = self.recipe.fprop.left
         if grad and self.quantized:
             if self.mask:
                 ledger.touch(2 * FP32 * T * K)  # |x| in FP32
                 ledger.take(self.mask)
-            if not self.keeps_x:
-                with ledger.holding(BF16 * self.padded_tokens * K):
-                    ledger.take(self.saved - self.mask)
+            ledger.take(self.saved - self.mask)
         operands = 0
         if shadow:
             operands = BF16 * N * K  # the weight cast from the master
         elif self.quantized and left is None and T >= CUBLAS_ROWS:
+            filled = _up(K, K_BLOCK)
             operands = BF16 * self.filled_rows * (K if K == filled else filled + K)  # the weight decoded
         elif self.quantized and left is not None:
-            if self.recipe.static_activation_scale:
-                ledger.touch(2 * FP32 * T * K)  # |x| again, where saturation is counted
-            num_copies = 2 if left[1] != 128 or K == filled else 3
-            operands = num_copies * cast_bytes(T, filled, left)
+            if self.recipe.static_activation_scale and not again:
+                ledger.touch(2 * FP32 * T * K)  # |x| once more, where saturation is counted
+            operands = self.operand_bytes
         with ledger.holding(operands):
-            ledger.take(BF16 * T * (N if shadow else self.filled_rows))
-            if self.bias and left is None and not shadow:
-                ledger.touch(2 * FP32 * min(T, CUBLAS_ROWS) * N)
-        if not shadow and self.filled_rows != N:  # Y without the rows that fill up blocks
+            self.multiply(ledger, shadow=shadow)
+
+    @property
+    def operand_bytes(self) -> int:
+        """X cast for FProp."""
+        left = self.recipe.fprop.left
+        cast = cast_bytes(
+            self.num_tokens, _up(self.in_features, K_BLOCK) if left == BLOCK_1X128 else self.in_features, left
+        )
+        return cast * (1 if self.num_tokens % ROW_MULTIPLE == 0 or self.num_tokens <= FEW_ROWS else 2)  # rows filled up
+
+    def multiply(self, ledger: Ledger, *, shadow: bool = False) -> None:
+        """The operands are held before; after it Y too."""
+        T, N, rows = self.num_tokens, self.out_features, self.out_features if shadow else self.filled_rows
+        ledger.take(BF16 * T * rows)
+        if self.bias and self.recipe.fprop.left is None and not shadow:
+            ledger.touch(2 * FP32 * min(T, CUBLAS_ROWS) * N)
+        if rows != N:  # Y without the rows that fill up blocks
             ledger.take(BF16 * T * N)
-            ledger.free(BF16 * T * self.filled_rows)
+            ledger.free(BF16 * T * rows)
 
     def backward(self, ledger: Ledger, *, accumulated: bool) -> None:
         """dY is held before and after; after it dX too, and unless `accumulated` dW; what was saved is free."""
         T, K, N = self.num_tokens, self.in_features, self.out_features
-        pieces = len(self.splits)
+        grad_x, weight = BF16 * T * K, FP32 * N * K
         if not self.quantized:
-            ledger.take(BF16 * T * K)
-            grad_y = 0
+            ledger.take(grad_x)
+            ledger.take(weight)
         else:
             assert self.recipe.dgrad is not None and self.recipe.wgrad is not None
             along, across = self.recipe.dgrad.left, self.recipe.wgrad.left
-            by_blocks = across is not None and across[0] == 128
-            q = cast_bytes(T, N, along)
-            if pieces > 1 and not by_blocks:
-                ledger.touch(2 * q)  # each projection's, and all side by side
-            with ledger.holding(2 * q):
-                ledger.take(BF16 * T * K)
-            rows = self.padded_tokens
-            q, x = cast_bytes(rows, N, across), cast_bytes(rows, K, self.recipe.wgrad.right)
-            if self.keeps_x:
-                with ledger.holding(BF16 * rows * N + q):
-                    ledger.touch(BF16 * rows * K + x)
-            copies = 0
-            if not by_blocks:  # each projection's, and all side by side; per tensor transposed in copies
-                ledger.touch(BF16 * rows * N + (2 * q if pieces > 1 else q))
-                copies = (q + x) * (across != PER_COLUMN)
-            grad_y = BF16 * rows * N + q + copies + x * self.keeps_x
-        weight = FP32 * N * K
-        with ledger.holding(grad_y):
-            ledger.take(weight)
+            width = sum(_up(split, K_BLOCK) for split in self.splits) if along == BLOCK_1X128 else N
+            once, side_by_side = _both_ways(along, self.splits), len(self.splits) > 1 and along != BLOCK_1X128
+            q, q_t = cast_bytes(T, width, along), cast_bytes(T, N, across)
+            if side_by_side and not once:  # each projection's, and all in one
+                ledger.touch(2 * q)
+            with ledger.holding(q + q_t * once):
+                if side_by_side and not _whole(self.splits):  # a product each, added up in FP32
+                    ledger.touch(3 * FP32 * T * K + (T + K) * self.splits[-1])
+                ledger.take(grad_x)
+                if once:
+                    self._weight_gradient(ledger, 0)
+            if not once:
+                if side_by_side:
+                    ledger.touch(2 * q_t)
+                self._weight_gradient(ledger, q_t + q_t * (across == PER_TENSOR))  # which is transposed in a copy
         if self.mask:
-            ledger.touch(BF16 * T * K)  # dX without what was cut off
+            ledger.touch(grad_x)  # without what was cut off
         if self.bias:
             ledger.touch(FP32 * T * N)
         if accumulated:
             ledger.free(weight)
         ledger.free(self.saved)
+
+    def _weight_gradient(self, ledger: Ledger, grad_y: int) -> None:
+        """dW is held after it, and beside it while it is made: dY, and X where it is cast or transposed here."""
+        assert self.recipe.wgrad is not None
+        T, K, right = self.num_tokens, self.in_features, self.recipe.wgrad.right
+        x = cast_bytes(T, K, right) * self.keeps_x + T * K * (right == PER_TENSOR and not self._casts_x_once)
+        with ledger.holding(grad_y + x):
+            ledger.take(FP32 * self.out_features * K)
+
+
+def _both_ways(along: QuantBlock | None, splits: Sequence[int]) -> bool:
+    """Whether one cast serves a product along the columns and one across: `operands.can_quantize_both`."""
+    if along == BLOCK_1X128 and len(splits) == 1:
+        return splits[0] % 16 == 0
+    return along in (BLOCK_1X128, PER_TENSOR) and _whole(splits)
 
 
 def cast_bytes(rows: int, columns: int, block: QuantBlock | None) -> int:
@@ -194,3 +214,7 @@ def cast_bytes(rows: int, columns: int, block: QuantBlock | None) -> int:
 
 def _up(size: int, multiple: int) -> int:
     return max(1, -(-size // multiple)) * multiple
+
+
+def _whole(splits: Sequence[int]) -> bool:
+    return all(split % K_BLOCK == 0 for split in splits)

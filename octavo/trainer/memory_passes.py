@@ -10,8 +10,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from octavo.kernels import lm_head
-from octavo.kernels.norm import BACKWARD_PROGRAMS
+from octavo.kernels.norm import BACKWARD_PROGRAMS, TILE_ELEMENTS
 from octavo.models.config import DecoderConfig
+from octavo.models.fused import PADDING
 from octavo.numerics.recipe import Recipe
 from octavo.trainer.memory_linear import BF16, FP32, INT64, Ledger, LinearPass
 
@@ -88,31 +89,76 @@ class LayerPass:
             "x of down": self.down.saved + self._bf16(F) * self.down.keeps_x,
         }
 
-    def forward(self, ledger: Ledger, *, grad: bool, shadow: bool = False) -> None:
+    def forward(self, ledger: Ledger, *, grad: bool, shadow: bool = False, again: bool = False) -> None:
         """h [T, D] is held before; after it the next h in its place, and with `grad` all of `saved`."""
         T, D, F = self.num_tokens, self.shape.hidden_size, self.shape.intermediate_size
-        inverse_rms, mode = FP32 * T, {"grad": grad, "shadow": shadow}
-        ledger.take(self._bf16(D) + inverse_rms)
+        h, inverse_rms, mode = self._bf16(D), FP32 * T, {"grad": grad, "shadow": shadow, "again": again}
+        ledger.take(h + inverse_rms)
         self.qkv.forward(ledger, **mode)
-        ledger.free(self._bf16(D) * (not (grad and self.qkv.keeps_x)) + inverse_rms * (not grad))
-        logsumexp = FP32 * T * self.shape.num_heads
-        with ledger.holding(self._turned + (0 if self.paged else self._stored_kv)):
-            ledger.take(self._bf16(self.o.in_features) + logsumexp)
-        ledger.free(logsumexp * (not grad))
+        ledger.free(h * (not (grad and self.qkv.keeps_x)) + inverse_rms * (not grad))
+        self._attend(ledger)
+        ledger.free(FP32 * T * self.shape.num_heads * (not grad))
         self.o.forward(ledger, **mode)
-        ledger.take(self._bf16(D))
-        ledger.free(self._bf16(D))
-        ledger.take(self._bf16(D) + inverse_rms)
+        ledger.free(self._bf16(self.o.in_features) * (not grad))
+        ledger.take(h)
+        ledger.free(h)
+        ledger.take(h + inverse_rms)
         self.gate_up.forward(ledger, **mode)
-        ledger.free(self._bf16(D) * (not (grad and self.gate_up.keeps_x)) + inverse_rms * (not grad))
+        ledger.free(h * (not (grad and self.gate_up.keeps_x)) + inverse_rms * (not grad))
         ledger.take(self._bf16(F))
         ledger.free(self._bf16(2 * F) * (not grad))
         self.down.forward(ledger, **mode)
         ledger.free(self._bf16(F) * (not (grad and self.down.keeps_x)))
-        ledger.take(self._bf16(D))
-        ledger.free(self._bf16(D))
+        ledger.take(h)
+        ledger.free(h)
         if not grad:  # names of the layer's function that end with it
-            ledger.free(self._bf16(self.qkv.out_features + self.o.in_features + 2 * D))
+            ledger.free(self._bf16(self.qkv.out_features) + 2 * h)
+
+    def _attend(self, ledger: Ledger) -> None:
+        """qkv is held before; after it the output of attention and its logsumexp too."""
+        with ledger.holding(self._turned + (0 if self.paged else self._stored_kv)):
+            ledger.take(self._bf16(self.o.in_features) + FP32 * self.num_tokens * self.shape.num_heads)
+
+    def infer(self, ledger: Ledger, *, first: bool) -> None:
+        """As models/fused.py runs the layer: h, delta and the last layer's gate_up are held before and after it.
+
+        Args:
+            ledger: of the pass.
+            first: there is no delta and no gate_up yet.
+        """
+        h, delta = self._bf16(self.shape.hidden_size), 0 if first else self._bf16(self.shape.hidden_size)
+        self._project(ledger, self.qkv, taken=delta, ends=0 if first else self._bf16(self.qkv.out_features) + h)
+        self._attend(ledger)
+        ledger.free(FP32 * self.num_tokens * self.shape.num_heads)
+        self.o.forward(ledger, grad=False)
+        ledger.free(self._bf16(self.o.in_features) + delta)
+        ends = 0 if first else self._bf16(self.gate_up.out_features) + h  # the embeddings stay
+        self._project(ledger, self.gate_up, taken=h, ends=ends)
+        width = self._bf16(self.shape.intermediate_size)
+        if self._fuses(self.down):
+            with ledger.holding(self.down.operand_bytes):
+                self.down.multiply(ledger)
+        else:
+            with ledger.holding(width):
+                self.down.forward(ledger, grad=False)
+        ledger.free(h)  # the delta before it
+
+    def _project(self, ledger: Ledger, linear: LinearPass, *, taken: int, ends: int) -> None:
+        """h + delta, which is `taken`, and a linear layer of its norm; what they replace `ends`."""
+        h, inverse_rms = self._bf16(self.shape.hidden_size), FP32 * self.num_tokens
+        ledger.take(taken)
+        if self._fuses(linear):
+            with ledger.holding(linear.operand_bytes + inverse_rms):
+                linear.multiply(ledger)
+        else:
+            with ledger.holding(h + inverse_rms):
+                linear.forward(ledger, grad=False)
+        ledger.free(ends)
+
+    def _fuses(self, linear: LinearPass) -> bool:
+        """Whether what makes X casts it."""
+        dynamic = linear.quantized and not self.recipe.static_activation_scale
+        return dynamic and self.recipe.fprop.left in PADDING
 
     def backward(self, ledger: Ledger, *, accumulated: bool) -> None:
         """The gradient of the layer's output is held before; after it that of its input, and `saved` is free."""
@@ -134,7 +180,7 @@ class LayerPass:
         """Of a norm and the sum before it; its gradient and the residual's are held, and one of them after."""
         T, D = self.num_tokens, self.shape.hidden_size
         ledger.take(self._bf16(D))
-        ledger.touch(FP32 * min(T, BACKWARD_PROGRAMS) * D)
+        ledger.touch(_gain_partials(T, D))
         ledger.free(2 * self._bf16(D) + FP32 * T)  # dY, h
         ledger.touch(self._bf16(D))
         ledger.free(self._bf16(D))
@@ -161,8 +207,9 @@ class LayerPass:
                 ledger.touch(self._bf16(key) + 2 * FP32 * T * key)
             with ledger.holding(decoded + FP32 * T * self.shape.num_heads):
                 ledger.take(gradients)
-            ledger.touch(3 * FP32 * T * query + FP32 * T * self.shape.head_dim // 2)  # rotated back in FP32, by -sin
-            ledger.touch(self._bf16(query + key) * (1 + self.shape.qk_norm))
+            partials = _gain_partials(T * self.shape.num_heads, self.shape.head_dim)
+            before_norm = (self._bf16(query) + partials) * self.shape.qk_norm
+            ledger.touch(self._bf16(query + key) + before_norm)  # rotated back, and of q what it was before its norm
         ledger.free(self._bf16(query))  # d_out
         ledger.free(saved["qkv"] + saved["out of attention"] + saved["logsumexp"])
         ledger.take(gradients)  # side by side
@@ -185,7 +232,7 @@ class DecoderPass:
     """A prefill or decode of the engine: S sequences, each of which wants its logits."""
 
     def forward(self, *, shadow: bool = False) -> int:
-        """Most bytes of a forward without gradients."""
+        """Most bytes of a forward without gradients, by models/fused.py but in the shadow."""
         ledger = Ledger()
         self._forward(ledger, grad=False, shadow=shadow)
         return ledger.most
@@ -201,8 +248,8 @@ class DecoderPass:
         self._head_backward(ledger, accumulated)
         for layer in reversed(self.layers):
             if self.recompute:
-                ledger.free(BF16 * T * D)  # layer.forward counts h again
-                layer.forward(ledger, grad=True)
+                layer.forward(ledger, grad=True, again=True)
+                ledger.free(BF16 * T * D)  # the next h, which the layer above has had
             layer.backward(ledger, accumulated=accumulated)
         table = FP32 * self.shape.vocab_size * D
         ledger.take(table)
@@ -227,13 +274,22 @@ class DecoderPass:
     def _forward(self, ledger: Ledger, *, grad: bool, shadow: bool = False) -> None:
         """With `grad` all that the backward reads is held after it."""
         T, S, D, V = self.num_tokens, self.num_scored, self.shape.hidden_size, self.shape.vocab_size
-        ledger.take(FP32 * T * self.shape.head_dim + BF16 * T * D)  # cos and sin, h
+        h = BF16 * T * D
+        ledger.take(FP32 * T * self.shape.head_dim + h)  # cos and sin, the embeddings
+        fused = not grad and not shadow
         for layer in self.layers:
-            layer.forward(ledger, grad=grad and not self.recompute, shadow=shadow)
-            ledger.take(BF16 * T * D * (grad and self.recompute))
-        ledger.take(BF16 * T * D + FP32 * T)
+            if fused:
+                layer.infer(ledger, first=layer.index == 0)
+            else:
+                layer.forward(ledger, grad=grad and not self.recompute, shadow=shadow)
+                ledger.take(h * (grad and self.recompute))
+        if fused:
+            last = self.layers[-1]
+            ledger.take(h)  # h + delta
+            ledger.free(BF16 * T * (last.qkv.out_features + last.gate_up.out_features) + 2 * h)
+        ledger.take(h + FP32 * T)
         if not grad:
-            ledger.free(BF16 * T * D + FP32 * T + FP32 * T * self.shape.head_dim)
+            ledger.free(h * (2 if fused else 1) + FP32 * T + FP32 * T * self.shape.head_dim)
         num_tiles = -(-V // lm_head.BLOCK_V)
         ledger.take(BF16 * S * D + 3 * INT64 * S)
         sums = 3 * FP32 * num_tiles * S
@@ -257,7 +313,7 @@ class DecoderPass:
         ledger.take(BF16 * T * D)
         ledger.free(BF16 * S * D + (INT64 + 2 * FP32) * S)
         ledger.take(BF16 * T * D)
-        ledger.touch(FP32 * min(T, BACKWARD_PROGRAMS) * D)
+        ledger.touch(_gain_partials(T, D))
         ledger.free(2 * BF16 * T * D + FP32 * T)
 
     def _grad_logits(self) -> tuple[int, int]:
@@ -267,3 +323,9 @@ class DecoderPass:
         widths = [min(columns, V - start) for start in range(0, V, columns)]
         pairs = [a + b for a, b in pairwise([0, *widths])]
         return BF16 * S * max(pairs), BF16 * S * widths[-1]
+
+
+def _gain_partials(num_rows: int, width: int) -> int:
+    """Bytes of what programs of a norm's backward find for the gain, of which there is one for some rows each."""
+    rows = max(1, min(32, TILE_ELEMENTS // 2 ** (width - 1).bit_length()))
+    return FP32 * width * -(-num_rows // (rows * -(-num_rows // (rows * BACKWARD_PROGRAMS))))
