@@ -25,14 +25,14 @@ class Ledger:
     def __init__(self) -> None:
         self.held = self.most = 0
 
-    def take(self, size: int) -> None:
+    def take(self, size: int, *, when: bool = True) -> None:
         """An allocation."""
-        self.held += size
+        self.held += size if when else 0
         self.most = max(self.most, self.held)
 
-    def free(self, size: int) -> None:
+    def free(self, size: int, *, when: bool = True) -> None:
         """The end of one."""
-        self.held -= size
+        self.held -= size if when else 0
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:

@@ -95,24 +95,27 @@ class LayerPass:
         h, inverse_rms, mode = self._bf16(D), FP32 * T, {"grad": grad, "shadow": shadow, "again": again}
         ledger.take(h + inverse_rms)
         self.qkv.forward(ledger, **mode)
-        ledger.free(h * (not (grad and self.qkv.keeps_x)) + inverse_rms * (not grad))
+        ledger.free(h, when=not (grad and self.qkv.keeps_x))
+        ledger.free(inverse_rms, when=not grad)
         self._attend(ledger)
-        ledger.free(FP32 * T * self.shape.num_heads * (not grad))
+        ledger.free(FP32 * T * self.shape.num_heads, when=not grad)
         self.o.forward(ledger, **mode)
-        ledger.free(self._bf16(self.o.in_features) * (not grad))
+        ledger.free(self._bf16(self.o.in_features), when=not grad)
         ledger.take(h)
         ledger.free(h)
         ledger.take(h + inverse_rms)
         self.gate_up.forward(ledger, **mode)
-        ledger.free(h * (not (grad and self.gate_up.keeps_x)) + inverse_rms * (not grad))
+        ledger.free(h, when=not (grad and self.gate_up.keeps_x))
+        ledger.free(inverse_rms, when=not grad)
         ledger.take(self._bf16(F))
-        ledger.free(self._bf16(2 * F) * (not grad))
+        ledger.free(self._bf16(2 * F), when=not grad)
         self.down.forward(ledger, **mode)
-        ledger.free(self._bf16(F) * (not (grad and self.down.keeps_x)))
+        ledger.free(self._bf16(F), when=not (grad and self.down.keeps_x))
         ledger.take(h)
         ledger.free(h)
-        if not grad:  # names of the layer's function that end with it
-            ledger.free(self._bf16(self.qkv.out_features) + 2 * h)
+        ledger.free(
+            self._bf16(self.qkv.out_features) + 2 * h, when=not grad
+        )  # names that end with the layer's function
 
     def _attend(self, ledger: Ledger) -> None:
         """qkv is held before; after it the output of attention and its logsumexp too."""
@@ -282,7 +285,7 @@ class DecoderPass:
                 layer.infer(ledger, first=layer.index == 0)
             else:
                 layer.forward(ledger, grad=grad and not self.recompute, shadow=shadow)
-                ledger.take(h * (grad and self.recompute))
+                ledger.take(h, when=grad and self.recompute)
         if fused:
             last = self.layers[-1]
             ledger.take(h)  # h + delta
