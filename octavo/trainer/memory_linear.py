@@ -79,7 +79,8 @@ class LinearPass:
         """Bytes of the weight filled up for FProp's kernel; 0 where that reads the stored ones."""
         K, rows = self.in_features, self.filled_rows
         multiple = K_BLOCK if self.recipe.fprop.right == BLOCK_128X128 else ROW_MULTIPLE
-        return rows * _up(K, multiple) * (self.quantized and (rows != self.out_features or K % multiple != 0))
+        is_stored = not self.quantized or (rows == self.out_features and K % multiple == 0)
+        return 0 if is_stored else rows * _up(K, multiple)
 
     @property
     def backward_copy(self) -> int:
@@ -98,7 +99,8 @@ class LinearPass:
     @property
     def mask(self) -> int:
         """Bytes of the mask of what a static scale cuts off."""
-        return self.num_tokens * self.in_features * (self.quantized and self.recipe.static_activation_scale)
+        static = self.quantized and self.recipe.static_activation_scale
+        return self.num_tokens * self.in_features if static else 0
 
     @property
     def saved(self) -> int:
@@ -139,11 +141,10 @@ class LinearPass:
     @property
     def operand_bytes(self) -> int:
         """X cast for FProp."""
-        left = self.recipe.fprop.left
-        cast = cast_bytes(
-            self.num_tokens, _up(self.in_features, K_BLOCK) if left == BLOCK_1X128 else self.in_features, left
-        )
-        return cast * (1 if self.num_tokens % ROW_MULTIPLE == 0 or self.num_tokens <= FEW_ROWS else 2)  # rows filled up
+        T, left = self.num_tokens, self.recipe.fprop.left
+        cast = cast_bytes(T, _up(self.in_features, K_BLOCK) if left == BLOCK_1X128 else self.in_features, left)
+        rows_are_full = T % ROW_MULTIPLE == 0 or T <= FEW_ROWS
+        return cast if rows_are_full else 2 * cast
 
     def multiply(self, ledger: Ledger, *, shadow: bool = False) -> None:
         """The operands are held before; after it Y too."""
@@ -170,7 +171,7 @@ class LinearPass:
             q, q_t = cast_bytes(T, width, along), cast_bytes(T, N, across)
             if side_by_side and not once:  # each projection's, and all in one
                 ledger.touch(2 * q)
-            with ledger.holding(q + q_t * once):
+            with ledger.holding(q + q_t if once else q):
                 if side_by_side and not _whole(self.splits):  # a product each, added up in FP32
                     ledger.touch(3 * FP32 * T * K + (T + K) * self.splits[-1])
                 ledger.take(grad_x)
@@ -179,7 +180,7 @@ class LinearPass:
             if not once:
                 if side_by_side:
                     ledger.touch(2 * q_t)
-                self._weight_gradient(ledger, q_t + q_t * (across == PER_TENSOR))  # which is transposed in a copy
+                self._weight_gradient(ledger, 2 * q_t if across == PER_TENSOR else q_t)  # transposed in a copy
         if self.mask:
             ledger.touch(grad_x)  # without what was cut off
         if self.bias:
@@ -192,7 +193,8 @@ class LinearPass:
         """dW is held after it, and beside it while it is made: dY, and X where it is cast or transposed here."""
         assert self.recipe.wgrad is not None
         T, K, right = self.num_tokens, self.in_features, self.recipe.wgrad.right
-        x = cast_bytes(T, K, right) * self.keeps_x + T * K * (right == PER_TENSOR and not self._casts_x_once)
+        x = cast_bytes(T, K, right) if self.keeps_x else 0
+        x += T * K if right == PER_TENSOR and not self._casts_x_once else 0
         with ledger.holding(grad_y + x):
             ledger.take(FP32 * self.out_features * K)
 
