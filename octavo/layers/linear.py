@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from octavo.kernels.cast import cast_128x128
+from octavo.kernels.device import runs_kernels
 from octavo.kernels.gemm import product
 from octavo.kernels.operands import (
     Operand,
@@ -233,7 +234,7 @@ class FP8Linear(nn.Module):
     @property
     def uses_kernels(self) -> bool:
         """Whether products run on the tensor cores: on a CUDA device, in BF16 and FP8."""
-        return self.weight.is_cuda and self._dtype == torch.bfloat16
+        return runs_kernels(self.weight) and self._dtype == torch.bfloat16
 
     def gradient(self, grad_y: Tensor, recipe: GemmRecipe) -> QuantizedMatrix | Tensor:
         """dY [T, N] as DGrad or WGrad multiplies it."""
