@@ -1,0 +1,51 @@
+"""Golden losses on a CPU: forward, backward, optimiser and re-quantisation of 20 steps, to the bit where they were written."""
+
+import copy
+
+import pytest
+import torch
+from golden_losses import CASES, NUM_STEPS, TOLERANCE, curves, difference, environment, golden
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_the_golden_ones(case):
+    found = curves(case, "cpu")
+    assert found["losses"][0] - found["losses"][-1] > 5.0, "the decoder did not learn its tokens by heart"
+    assert not (reason := difference(case, "cpu", found, golden(), environment("cpu"))), reason
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_difference_is_told(device, case):
+    kept = {f"{device}/{case}": {"environment": {"device": "X", "torch": "1"}, **CURVES}}
+    here = {"device": "X", "torch": "1", "triton": "2"}
+    assert difference(case, device, CURVES, kept, here) == ""
+    last_bit = changed("grad_norms", 2**-52)
+    assert "grad_norms differs by more than 0.0 from step 7 on (1 of 20" in difference(
+        case, device, last_bit, kept, here
+    )
+    elsewhere = here | {"torch": "2"}
+    assert difference(case, device, last_bit, kept, elsewhere) == ""
+    assert difference(case, device, changed("losses", 0.9 * TOLERANCE[case]), kept, elsewhere) == ""
+    for amount in (1.1 * TOLERANCE[case], float("nan")):
+        reason = difference(case, device, changed("losses", amount), kept, elsewhere)
+        assert "from step 7 on" in reason and "torch 1 -> 2" in reason and reason.endswith(f"golden_losses.py {device}")
+    assert reason.count("\n") == 0
+    assert f"has no {device}/{case}. Write it" in difference(case, device, CURVES, {}, here)
+
+
+CURVES = {name: [1.0 + 0.1 * step for step in range(NUM_STEPS)] for name in ("losses", "grad_norms")}
+
+
+def changed(curve, amount):
+    """CURVES with one step of one curve moved."""
+    other = copy.deepcopy(CURVES)
+    other[curve][7] += amount
+    assert other[curve][7] != CURVES[curve][7]
+    return other
+
+
+def test_a_changed_sum_moves_the_losses_beyond_the_tolerance(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "rsqrt", lambda x: 1.02 * x.sqrt().reciprocal())
+    here = {"device": "another", "torch": "another", "triton": "another"}
+    assert "losses differs" in difference("block128+kv8", "cpu", curves("block128+kv8", "cpu"), golden(), here)
