@@ -88,8 +88,10 @@ def environment(device: str) -> dict[str, str]:
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else "none"
     if device == "cuda":
         return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton}
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    processor = names[0].partition(":")[2].strip() if names else "unknown"
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    fields = dict(line.replace("\t", "").split(":", 1) for line in lines if line.startswith(("model", "CPU part")))
+    processor = ", ".join(f"{key}{value}" for key, value in sorted(fields.items()))
     name = f"{processor}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return {"device": name, "torch": torch.__version__}
 
