@@ -16,8 +16,8 @@ from octavo.rl.observatory import ObservedTokens, answer_metrics
 
 pytestmark = pytest.mark.gpu
 
-LENGTHS = (1, 63, 64, 65, 1000, 2047, 4950)
-"""Tokens of each sequence, 8,190 in all."""
+LENGTHS = (1, 63, 64, 65, 1000, 2047, 4952)
+"""Tokens of each sequence, 8,192 in all: a multiple of 128, as `packed_logprobs` makes every batch on a GPU."""
 
 
 def gradients(decoder, tokens, positions, boundaries, recompute):
@@ -32,9 +32,8 @@ def gradients(decoder, tokens, positions, boundaries, recompute):
     return found
 
 
-@pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("shape, kv_cache", [("qwen3-8b", "fp8"), ("qwen2.5-0.5b", "bf16"), ("qwen2.5-0.5b", "fp8")])
 def test_gradients_are_the_same_every_time(shape, recipe, kv_cache):
     decoder = decoder_of(shape, recipe, kv_cache=kv_cache)
     sequences = [random_prompts(length, 1, length, length, VOCAB)[0] for length in LENGTHS]

@@ -2,9 +2,11 @@
 
 import copy
 
+import golden_losses
 import pytest
 import torch
 from golden_losses import CASES, NUM_STEPS, TOLERANCE, curves, difference, environment, golden
+from tiny_models import disturb_, tiny_decoder
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -31,6 +33,23 @@ def test_a_difference_is_told(device, case):
         assert "from step 7 on" in reason and "torch 1 -> 2" in reason and reason.endswith(f"golden_losses.py {device}")
     assert reason.count("\n") == 0
     assert f"has no {device}/{case}. Write it" in difference(case, device, CURVES, {}, here)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_noise_stays_within_half_the_tolerance(case, monkeypatch):
+    def noisy(*arguments):
+        decoder = tiny_decoder(*arguments)
+        disturb_(decoder, seed=1, amount=1e-4)
+        return decoder
+
+    monkeypatch.setattr(golden_losses, "tiny_decoder", noisy)
+    pairs = zip(curves(case, "cpu")["losses"], golden()[f"cpu/{case}"]["losses"], strict=True)
+    assert 0.0 < max(abs(found - wanted) for found, wanted in pairs) < 0.5 * TOLERANCE[case]
+
+
+def test_the_tolerance_tells_the_cases_apart():
+    losses = [golden()[f"cpu/{case}"]["losses"] for case in CASES]
+    assert max(abs(x - y) for x, y in zip(*losses, strict=True)) > 2.0 * max(TOLERANCE.values())
 
 
 CURVES = {name: [1.0 + 0.1 * step for step in range(NUM_STEPS)] for name in ("losses", "grad_norms")}
