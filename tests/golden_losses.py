@@ -99,14 +99,14 @@ def environment(device: str) -> dict[str, str]:
 
 
 def golden() -> dict:
-    """What is kept."""
-    return json.loads(FILE.read_text())
+    """What is kept; nothing where there is no file."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
 
 
 def main(device: str) -> None:
     """Write the cases of a device beside those of the other."""
     torch.set_num_threads(1)
-    cases = golden() if FILE.exists() else {}
+    cases = golden()
     for case in CASES:
         cases[f"{device}/{case}"] = {"environment": environment(device), **curves(case, device)}
         print(f"{device}/{case}: {cases[f'{device}/{case}']['losses']}", flush=True)
