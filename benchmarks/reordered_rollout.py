@@ -30,7 +30,7 @@ from octavo.trainer.run import Run, load_run
 class BackwardsLinear(FP8Linear):
     """A linear layer that adds its blocks of K from the last to the first."""
 
-    def _multiply(self, x: Operand) -> Tensor:
+    def multiply(self, x: Operand) -> Tensor:
         weight = self._prepared("backwards", lambda: backwards(self.weight_operand()))
         return product(backwards(x), weight, self.bias_hp, self._dtype)
 

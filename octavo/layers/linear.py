@@ -138,8 +138,7 @@ class FP8Linear(nn.Module):
             scale.copy_(new.scale)
 
     def _casts_both_ways(self, quant_block: QuantBlock) -> bool:
-        aligned = self.in_features % 16 == 0 and all(size % 8 == 0 for size in self.splits)
-        return aligned and quant_block == BLOCK_128X128
+        return quant_block == BLOCK_128X128 and not (self.in_features % 16 or any(n % 8 for n in self.splits))
 
     @torch.no_grad()
     def freeze_activation_scale_(self) -> None:
@@ -179,7 +178,7 @@ class FP8Linear(nn.Module):
 
     def fprop(self, x: Tensor) -> Tensor:
         """Y = X W^T + bias, rounded once."""
-        return self._multiply(self.activation_operand(x))
+        return self.multiply(self.activation_operand(x))
 
     def fprop_and_save(self, x: Tensor) -> tuple[Tensor, QuantizedMatrix | Tensor]:
         """Y, and X as WGrad multiplies it; on a CUDA device one cast of X makes both where it can."""
@@ -188,7 +187,7 @@ class FP8Linear(nn.Module):
         once = self.recipe.saved_activations == "fp8" and not self.recipe.static_activation_scale
         if left is not None and once and self._casts_once(x, [self.in_features], left, right):
             along, across = quantize_both(x, left, self.recipe.scale_rounding, [self.in_features])
-            return self._multiply(along), across
+            return self.multiply(along), across
         saved = self.save_activation(x)
         return self.fprop(x), saved
 
@@ -375,7 +374,8 @@ class FP8Linear(nn.Module):
     def _beyond_scale(self, x: Tensor) -> Tensor:
         return x.float().abs() > E4M3_MAX * self.activation_scale
 
-    def _multiply(self, x: Operand) -> Tensor:
+    def multiply(self, x: Operand) -> Tensor:
+        """FProp of X as `activation_operand` makes it."""
         return product(x, self.weight_operand(), self.bias_hp, self._dtype)
 
     def extra_repr(self) -> str:

@@ -82,13 +82,12 @@ def test_packing_never_changes_a_sequences_bits(shape, recipe, kv_cache):
     assert min(row.min().item() for row in whole) < -3.0
 
 
-@torch.no_grad()
 def logprobs_of(decoder, sequences):
-    """Of each token but the first, packed in this order."""
+    """Of each token but the first, packed in this order, as training runs."""
     tokens, positions, boundaries = (x.cuda() for x in lay_end_to_end(sequences))
     hidden = decoder(tokens, positions, PackedAttention(boundaries, decoder.recipe.kv_cache))
     logprobs, _ = decoder.logprobs(hidden, tokens.roll(-1), 0.8)
-    return [row[:-1] for row in logprobs.split([len(sequence) for sequence in sequences])]
+    return [row[:-1] for row in logprobs.detach().split([len(sequence) for sequence in sequences])]
 
 
 def test_a_changed_byte_shows_in_a_graphs_replay():
