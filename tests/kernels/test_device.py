@@ -1,5 +1,7 @@
 """A GPU that the kernels are not for is refused in one line, before anything is read; the reference runs on it."""
 
+from functools import partial
+
 import pytest
 import torch
 from tiny_models import lay_end_to_end, random_prompts, tiny_config, tiny_decoder
@@ -92,7 +94,7 @@ def one_step(decoder, kind):
 
 @pytest.mark.parametrize("recipe", ["block128", "w8a16", "rowwise", "tensorwise_static", "bf16"])
 def test_the_reference_works_on_a_gpu_where_it_is_chosen(recipe):
-    make = lambda: tiny_decoder(tiny_config("qwen3"), get_recipe(recipe, kv_cache="fp8"))  # noqa: E731
+    make = partial(tiny_decoder, tiny_config("qwen3"), get_recipe(recipe, kv_cache="fp8"))
     expected, numbers = one_step(make(), torch.Tensor)
     choose_kernels("reference")
     decoder = put_on_gpu(make())
