@@ -37,6 +37,17 @@ def data_dir() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The Hugging Face folder of SmolLM2-135M-Instruct that OCTAVO_SMOLLM2 names."""
+    named = os.environ.get("OCTAVO_SMOLLM2")
+    if not named:
+        pytest.skip("OCTAVO_SMOLLM2 does not name the Hugging Face folder of SmolLM2-135M-Instruct")
+    path = Path(named)
+    assert (path / "config.json").is_file(), f"OCTAVO_SMOLLM2={named} is no Hugging Face folder"
+    return path
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """After GPU tests, leave what ran and where: benchmarks/results/test_gpu.json, or under $OUT if that is set."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 from octavo.check.back_ends import back_end_rows
 from octavo.check.machine import memory_bytes
 from octavo.check.rows import Row, Status, size_text
-from octavo.kernels.device import require_kernels
 from octavo.models.checkpoint import weight_files
 from octavo.models.config import DecoderConfig, read_config
 from octavo.models.decoder import Decoder
@@ -34,7 +33,7 @@ from octavo.trainer.memory_held import MemoryEstimate
 from octavo.trainer.output import RunFolder
 from octavo.trainer.precision import declared_flow
 from octavo.trainer.problems import evaluated_tasks, overlap_text
-from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, use_device
+from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, prepare_device
 
 PROMPTS_TRIED = 200
 """Prompts of each split that are tokenised at least, evenly spread, if it has as many."""
@@ -52,12 +51,11 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
     yield _row("configuration", "OK", f"{path} loads; {config.trainer.num_steps} steps into {config.output_dir}")
     device_works = True
     try:
-        use_device(config.device)
-        require_kernels(config.device, config.precision.train_recipe().high_precision)
+        prepare_device(config)
         yield _row("device", "OK", config.device)
     except UNUSABLE as error:
         device_works = False
-        yield _fail("device", error, "set device=cpu, or another that the error leaves")
+        yield _fail("device", error, "set device=cpu, or what else the error leaves")
     plan = tokenizer = shape = None
     try:
         shape, hf_config = read_config(config.model.path)
@@ -77,7 +75,7 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         yield disk_row(config, plan.estimate)
         if device_works:
             yield plan_row(config, plan_of) if plan.phases else memory_row(config, plan.estimate)
-    if shape is not None and device_works and torch.device(config.device).type == "cuda":
+    if shape is not None and device_works and config.runs_kernels:
         yield from back_end_rows(shape, config.precision.rollout_recipe(), torch.device(config.device))
 
 

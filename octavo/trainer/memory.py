@@ -115,7 +115,7 @@ def plan_memory(
     """Arguments as of `estimate_memory`."""
     estimate = estimate_memory(config, shape, two_forwards, of_critic)
     recipes = [config.precision.train_recipe(), config.precision.rollout_recipe(), get_recipe(config.critic.recipe)]
-    if not config.device.startswith("cuda") or any(recipe.high_precision == "fp32" for recipe in recipes):
+    if not config.runs_kernels or any(recipe.high_precision == "fp32" for recipe in recipes):
         return MemoryPlan(estimate=estimate)  # there the reference multiplies, in float64
     counts = TokenCounts.of(config)
     held = {name: size for name, size in estimate.parts.items() if name != "gradients" and size}

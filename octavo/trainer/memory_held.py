@@ -49,7 +49,7 @@ def estimate_memory(
     """
     train, rollout = config.precision.train_recipe(), config.precision.rollout_recipe()
     num_parameters = count_parameters(shape)
-    on_gpu = config.device.startswith("cuda")
+    on_gpu = config.runs_kernels
     forward = forward_bytes(shape, train, on_gpu)
     parts = {
         "FP32 masters": 4 * num_parameters,

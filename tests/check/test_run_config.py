@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from octavo import cli
 from octavo.check import run_config, runner
 from octavo.check.rows import Row
 from octavo.check.run_config import config_rows, sandbox_row
+from octavo.kernels.device import choose_kernels, runs_kernels
+from octavo.trainer import run as training_run
 from octavo.trainer.memory import binary_size
 
 REPO = Path(__file__).resolve().parents[2]
@@ -151,12 +154,27 @@ def test_a_model_is_held_to_what_training_reads(tmp_path):
 
 
 def test_a_gpu_that_the_kernels_are_not_for_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_config, "use_device", lambda name: None)
+    monkeypatch.setattr(training_run, "use_device", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     rows = check(tmp_path, "device=cuda")  # and nothing is launched there
     assert rows["device"].status == "FAIL" and "NVIDIA A100 has 8.0" in rows["device"].detail
+
+
+@pytest.mark.parametrize("capability, by_kernels", [((8, 9), False), ((9, 0), True)])
+def test_the_numbers_of_a_gpu_are_those_of_what_would_run_there(capability, by_kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for rows in ("machine_rows", "package_rows", "environment_rows"):
+        monkeypatch.setattr(runner, rows, lambda: [])
+    monkeypatch.setattr(runner, "number_rows", lambda device: [])
+    seen = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(runner, "exactness_rows", lambda device: [(device, runs_kernels(seen))])
+    try:
+        assert list(runner.check_rows(None, [])) == [("cpu", True), ("cuda", by_kernels)]
+    finally:
+        choose_kernels("by_device")
 
 
 def test_what_the_system_refuses_is_a_row(tmp_path):
