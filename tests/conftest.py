@@ -19,6 +19,9 @@ REPO = Path(__file__).resolve().parents[1]
 # another busy process they made the suite five times slower.
 torch.set_num_threads(1)
 
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (count := torch.cuda.device_count()) > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % count)  # a GPU each
+
 
 @pytest.fixture(autouse=True)
 def seed():

@@ -94,8 +94,7 @@ def test_little_memory_and_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("free, status", [(2**31, "OK"), (10**9, "FAIL")])
 def test_a_memory_plan_is_held_against_the_card(free, status, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_config, "use_device", lambda name: None)
-    monkeypatch.setattr(run_config, "require_kernels", lambda *_: None)
+    monkeypatch.setattr(run_config, "prepare_device", lambda config: None)
     monkeypatch.setattr(run_config, "free_bytes", lambda device: free)
     monkeypatch.setattr(run_config, "back_end_rows", lambda *_: iter(()))
     row = check(tmp_path, "device=cuda")["memory for the run"]
