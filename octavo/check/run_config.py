@@ -32,7 +32,7 @@ from octavo.trainer.config_file import load_config
 from octavo.trainer.critic import check_critic_vocabulary
 from octavo.trainer.errors import reason
 from octavo.trainer.output import RunFolder
-from octavo.trainer.precision import declared_flow
+from octavo.trainer.precision import declared_flow, rollout_shares_bytes
 from octavo.trainer.problems import evaluated_tasks, overlap_text
 from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, use_device
 
@@ -63,7 +63,8 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         shape, hf_config = read_config(config.model.path)
         flow = declared_flow(config)
         yield flow_row(config, flow)
-        estimate = estimate_memory(config, shape, bool(flow.differences()), critic_shape(config, shape))
+        own_bytes = not rollout_shares_bytes(config, flow)
+        estimate = estimate_memory(config, shape, own_bytes, critic_shape(config, shape))
         yield weights_row(config.model.path, shape, estimate.num_parameters)
         check_modules(config, shape, hf_config, config.precision.train_recipe())
         tokenizer = load_tokenizer(config.model.path)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import safe_open
 
@@ -33,14 +33,14 @@ def publish(
     """Write the bytes and scales that the decoder multiplies, for `Receiver.load`.
 
     Args:
-        decoder: with 128x128 blocks of weights.
+        decoder: with 128x128 blocks of weights, or with none, whose weights are then BF16.
         folder: to make or replace, on a disk or memory that vLLM's workers read.
         policy_version: optimiser steps in the weights.
         source: folder or hub id that the model came from, for its tokenizer files.
         max_shard_size: of one file.
 
     Raises:
-        ValueError: vLLM's block FP8 refuses the model's shapes, or the recipe's weights have no such blocks.
+        ValueError: vLLM's block FP8 refuses the model's shapes, or the recipe's weights have other blocks.
     """
     if refused := obstacles(decoder)["vLLM"]:
         raise ValueError(
@@ -49,34 +49,49 @@ def publish(
             f"keep these projections in precision.keep_bf16"
         )
     folder = Path(folder)
-    save_decoder(decoder, folder, source, max_shard_size, weights="fp8")
+    weights: Literal["fp8", "bf16"] = "fp8" if decoder.recipe.quantizes else "bf16"
+    save_decoder(decoder, folder, source, max_shard_size, weights)
     files = {path.name: _digest(path) for path in sorted(folder.glob("*.safetensors"))}
     write_whole(folder / MANIFEST, json.dumps({"policy_version": policy_version, "sha256": files}))
+
+
+def supported_release() -> str:
+    """The version of vLLM that is installed.
+
+    Raises:
+        ValueError: there is none, or it is not supported.
+    """
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError(f"vLLM cannot be imported ({error}). Install it: pip install 'octavo[vllm]'") from error
+    version: str = vllm.__version__
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise ValueError(
+            f"vLLM {version} is not supported, as its reloading of weights is not known; supported are "
+            f"{', '.join(f'{known}.x' for known in SUPPORTED)}"
+        )
+    return version
 
 
 class Receiver:
     """The weights of a vLLM engine.
 
     Args:
-        llm: vllm.LLM, started on an FP8 folder of the same model.
+        llm: vllm.LLM, started on a folder of the same model in the same format.
+        served: that folder, if `publish` wrote it.
 
     Raises:
-        ValueError: this release of vLLM is not supported.
+        ValueError: this release of vLLM is not supported; `served` is damaged.
     """
 
-    def __init__(self, llm: Any) -> None:
-        import vllm
-
-        release = ".".join(vllm.__version__.split(".")[:2])
-        if release not in SUPPORTED:
-            raise ValueError(
-                f"vLLM {vllm.__version__} is not supported, as its reloading of weights is not known; supported are "
-                f"{', '.join(f'{known}.x' for known in SUPPORTED)}"
-            )
+    def __init__(self, llm: Any, served: str | Path | None = None) -> None:
+        supported_release()
         self.llm = llm
-        self.policy_version: int | None = None
-        """Of the weights that were loaded last; None before the first."""
-        self._served: Path | None = None
+        self.served = None if served is None else Path(served)
+        """Folder that was loaded last, or that vLLM was started on."""
+        self.policy_version = None if self.served is None else check(self.served)
+        """Of the weights in it; None before the first."""
 
     def load(self, folder: str | Path) -> int:
         """Reload the engine's weights in place and forget what it had computed from the old ones; their policy_version.
@@ -92,18 +107,19 @@ class Receiver:
         try:
             self._reload(folder)
         except Exception as error:
-            if self._served is not None and self._served != folder:
-                self._reload(self._served)
+            if self.served is not None and self.served != folder:
+                self._reload(self.served)
             raise ValueError(
                 f"vLLM fails on the weights of {folder}: {' '.join(str(error).split())[:300]}. "
-                + (f"It serves policy_version {self.policy_version} again" if self._served else "Start it again")
+                + (f"It serves policy_version {self.policy_version} again" if self.served else "Start it again")
             ) from error
-        self.policy_version, self._served = policy_version, folder
+        self.policy_version, self.served = policy_version, folder
         return policy_version
 
     def _reload(self, folder: Path) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("its prefix cache could not be emptied, as requests are running: update between batches")
 
 
 def check(folder: Path) -> int:
