@@ -212,7 +212,7 @@ def make_engine(
         correction = algorithm.correction.type_name
     display.line(
         f"rollout: two forwards, so trainer.require_exact does not hold; weights of {correction} correct for the "
-        f"mismatch. A resumed run samples other completions than one without a stop"
+        f"mismatch. vLLM's sums may change with the batch, and then a resumed run samples other completions"
     )
     return engine
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from octavo.models.decoder import Decoder
 from octavo.plugins.vllm.transfer_folder import TransferFolder
-from octavo.plugins.vllm.weights import Receiver, publish, supported_release
+from octavo.plugins.vllm.weights import WORKER_EXTENSION, Receiver, publish, supported_release
 from octavo.rollout.counter import uniform_bits
 from octavo.rollout.engine import MAX_GROUP_SIZE, Completion, check_request
 from octavo.rollout.sampler import SamplingConfig, check_finite
@@ -50,9 +51,11 @@ class VLLMEngine:
         release = supported_release()
         self._folder = TransferFolder(self.settings.transfer_dir)
         first = self._publish()
-        self.receiver = Receiver(self._start(config, first), served=first)
-        layers = layers_line(decoder, self.receiver.llm.collective_rpc("octavo_layers"))
-        say(f"rollout: vLLM {release}; {layers}; KV cache {config.precision.rollout_recipe().kv_cache}")
+        self._folder.check_room(first)
+        llm = self._start(config, first)
+        weakref.finalize(self, llm.llm_engine.engine_core.shutdown)  # its workers go with it
+        self.receiver = Receiver(llm, served=first)
+        say(f"rollout: vLLM {release}; {layers_line(decoder, self.receiver.layers)}")
 
     def generate(
         self,
@@ -103,7 +106,13 @@ class VLLMEngine:
         if self.decoder.policy_version != self.receiver.policy_version:
             before = self.receiver.served
             assert before is not None
-            self.receiver.load(self._publish())
+            try:
+                self.receiver.load(self._publish())
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}. vLLM serves policy_version {self.receiver.policy_version}, from which no rollout of "
+                    f"policy_version {self.decoder.policy_version} is sampled"
+                ) from error
             shutil.rmtree(before)
 
     def _publish(self) -> Path:
@@ -112,12 +121,10 @@ class VLLMEngine:
         folder = self._folder.path / f"policy_{version}"
         try:
             publish(self.decoder, folder, policy_version=version, source=self.source)
-            self._folder.check_room(folder)
         except OSError as error:
             raise ValueError(
                 f"the weights of policy_version {version} could not be written to rollout.engine.transfer_dir="
-                f"{self.settings.transfer_dir!r}: {error.strerror or error}. Make room there for two copies of them, "
-                f"or give another folder"
+                f"{self.settings.transfer_dir!r}: {error.strerror}. Make room for two copies of them, or give another"
             ) from error
         self.source = str(folder)  # whose tokenizer files are those of the model
         return folder
@@ -146,10 +153,11 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",  # at the sampling temperature
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
-                worker_extension_cls="octavo.plugins.vllm.worker.LayerReport",
+                worker_extension_cls=WORKER_EXTENSION,
             )
         except Exception as error:  # its own, of torch, of its kernels
-            raise ValueError(f"vLLM does not start: {reason(error)}. rollout.engine holds what it was given") from error
+            why = reason(error).rstrip(".")[:500]
+            raise ValueError(f"vLLM does not start: {why}. Its settings are below rollout.engine") from error
 
     def _params(self, sampling: SamplingConfig, max_completion_tokens: int, seed: int) -> Any:
         from vllm import SamplingParams
@@ -185,7 +193,10 @@ class VLLMEngine:
         except Exception as error:  # its own, of torch, of its kernels
             if progress is not None:
                 progress(0)  # Ctrl-C ends vLLM's workers too: then the stop is what happened
-            raise ValueError(f"vLLM fails while it samples: {reason(error)}. Resume the run") from error
+            why = reason(error).rstrip(".")[:500]
+            raise ValueError(
+                f"vLLM fails while it samples: {why}. --resume goes on from the newest checkpoint"
+            ) from error
 
 
 def layers_line(decoder: Decoder, found: Sequence[Mapping[str, tuple[bool, str]]]) -> str:
@@ -193,7 +204,7 @@ def layers_line(decoder: Decoder, found: Sequence[Mapping[str, tuple[bool, str]]
 
     Args:
         decoder: says which are FP8.
-        found: `LayerReport.octavo_layers` of each of vLLM's workers.
+        found: `WorkerExtension.octavo_layers` of each of vLLM's workers.
 
     Raises:
         ValueError: a layer is not in the format that the decoder has; or it is, and activations stay BF16.
@@ -219,8 +230,11 @@ def layers_line(decoder: Decoder, found: Sequence[Mapping[str, tuple[bool, str]]
                     f"or precision.rollout: bf16"
                 )
             kernels[kernel] = kernels.get(kernel, 0) + 1
-    texts = (f"{count // len(found)} by {kernel}" for kernel, count in kernels.items())
-    return f"{sum(declared.values())} of {len(declared)} linear layers in FP8, {', '.join(texts)}"
+    texts = ", ".join(f"{count // len(found)} by {kernel}" for kernel, count in kernels.items())
+    unlike = ""
+    if decoder.recipe.scale_rounding == "power_of_two" and not any("DeepGemm" in kernel for kernel in kernels):
+        unlike = "; activation scales are no powers of two there, only DeepGEMM rounds them"
+    return f"{sum(declared.values())} of {len(declared)} linear layers in FP8, {texts}{unlike}"
 
 
 def _completion(output: Any, key: tuple[int, int]) -> Completion:

@@ -38,14 +38,17 @@ class TransferFolder:
         self._end = weakref.finalize(self, _end, self.path, descriptor)
 
     def check_room(self, folder: Path) -> None:
-        """Refuse a disk without room for another folder as large as this one.
+        """Refuse a disk without room for another version of what is in `folder`.
 
         Raises:
-            OSError: as said.
+            ValueError: as said.
         """
         size, free = sum(file.stat().st_size for file in folder.iterdir()), shutil.disk_usage(self.path).free
         if free < size:
-            raise OSError(None, f"of {size} bytes for the next version {free} are free", str(self.path))
+            raise ValueError(
+                f"rollout.engine.transfer_dir={str(self.path.parent)!r} has {free / 1e9:.2f} GB free beside the first "
+                f"version of the weights, and the next one takes {size / 1e9:.2f} GB. Make room, or give another"
+            )
 
 
 def _remove_if_left(lock: Path) -> None:

@@ -23,6 +23,8 @@ from octavo.plugins.vllm.scales import check_kept
 from octavo.trainer.files import write_whole
 
 MANIFEST = "octavo_transfer.json"
+WORKER_EXTENSION = "octavo.plugins.vllm.worker.WorkerExtension"
+"""vLLM's `worker_extension_cls`."""
 SUPPORTED = ("0.24", "0.32")
 """Releases whose worker has `reload_weights(weights_path=...)` for block FP8, by major and minor number."""
 
@@ -78,19 +80,26 @@ class Receiver:
     """The weights of a vLLM engine.
 
     Args:
-        llm: vllm.LLM, started on a folder of the same model in the same format.
+        llm: vllm.LLM, started with WORKER_EXTENSION on a folder of the same model in the same format.
         served: that folder, if `publish` wrote it.
 
     Raises:
-        ValueError: this release of vLLM is not supported; `served` is damaged.
+        ValueError: this release of vLLM is not supported; its workers have no extension; `served` is damaged.
     """
 
     def __init__(self, llm: Any, served: str | Path | None = None) -> None:
         supported_release()
         self.llm = llm
+        try:
+            self.layers: list[dict[str, tuple[bool, str]]] = llm.collective_rpc("octavo_layers")
+            """`WorkerExtension.octavo_layers` of each worker."""
+        except Exception as error:  # of another kind in every release
+            raise ValueError(
+                f"vLLM's workers lack octavo's extension. Start it with worker_extension_cls={WORKER_EXTENSION!r}"
+            ) from error
         self.served = None if served is None else Path(served)
         """Folder that was loaded last, or that vLLM was started on."""
-        self.policy_version = None if self.served is None else check(self.served)
+        self.policy_version = None if self.served is None else _checked(self.served)
         """Of the weights in it; None before the first."""
 
     def load(self, folder: str | Path) -> int:
@@ -101,9 +110,7 @@ class Receiver:
                 before is being served.
         """
         folder = Path(folder)
-        policy_version = check(folder)
-        for shard in folder.glob("*.safetensors"):
-            _check_scales(shard)
+        policy_version = _checked(folder)
         try:
             self._reload(folder)
         except Exception as error:
@@ -117,7 +124,7 @@ class Receiver:
         return policy_version
 
     def _reload(self, folder: Path) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        self.llm.collective_rpc("octavo_reload", args=(str(folder),))
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("its prefix cache could not be emptied, as requests are running: update between batches")
 
@@ -146,11 +153,15 @@ def check(folder: Path) -> int:
     return policy_version
 
 
-def _check_scales(shard: Path) -> None:
-    with safe_open(shard, "pt") as file:
-        for name in file.keys():
-            if name.endswith(SCALE):
-                check_kept(name, file.get_tensor(name))
+def _checked(folder: Path) -> int:
+    """As `check`, of scales that vLLM leaves as they are."""
+    policy_version = check(folder)
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():
+                if name.endswith(SCALE):
+                    check_kept(name, file.get_tensor(name))
+    return policy_version
 
 
 def _digest(path: Path) -> str:
