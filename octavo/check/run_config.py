@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from octavo.check.back_ends import back_end_rows
 from octavo.check.machine import memory_bytes
-from octavo.check.memory import MemoryEstimate, estimate_memory
+from octavo.check.memory import MemoryEstimate, estimate_memory, linears
 from octavo.check.rows import Row, Status, size_text
 from octavo.kernels.device import require_kernels
 from octavo.models.checkpoint import weight_files
@@ -24,6 +24,7 @@ from octavo.models.decoder import Decoder
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import Recipe
 from octavo.rl.gae import GAEConfig
+from octavo.rollout.vllm_config import VLLMConfig, supported_release
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import encode_messages, stop_token_ids
 from octavo.tasks.sandbox import refusal
@@ -63,6 +64,8 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         shape, hf_config = read_config(config.model.path)
         flow = declared_flow(config)
         yield flow_row(config, flow)
+        if isinstance(config.rollout.engine, VLLMConfig):
+            yield vllm_row(config.precision.rollout_recipe(), shape)
         own_bytes = not rollout_shares_bytes(config, flow)
         estimate = estimate_memory(config, shape, own_bytes, critic_shape(config, shape))
         yield weights_row(config.model.path, shape, estimate.num_parameters)
@@ -97,6 +100,24 @@ def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:
         step = "take precision.recipe=block128, or tensorwise_static for one scale per tensor"
         return _row("precision flow", "WARN", f"{detail}; not exact: its activation scales depend on the batch", step)
     return _row("precision flow", "OK", f"{detail}; exact")
+
+
+def vllm_row(rollout: Recipe, shape: DecoderConfig) -> Row:
+    """Whether vLLM is there, and takes the model's widths."""
+    try:
+        release = supported_release()
+    except UNUSABLE as error:
+        return _fail("vLLM", error, "install one of those, or set rollout.engine.type=octavo")
+    inner = ("q_proj", "k_proj", "gate_proj")  # all but the last part of what vLLM runs as one weight
+    refused = [
+        f"{name}: {rows}"
+        for name, rows, _ in linears(shape)
+        if rollout.quantizes and name.endswith(inner) and rows % 128 and not rollout.keeps_bf16(name)
+    ]
+    if refused:
+        detail = f"{release} refuses FP8 weights of widths that are no multiple of 128, the first {refused[0]}"
+        return _row("vLLM", "FAIL", detail, "set precision.rollout=bf16, or keep them in precision.keep_bf16")
+    return _row("vLLM", "OK", release)
 
 
 def critic_shape(config: TrainConfig, shape: DecoderConfig) -> DecoderConfig | None:

@@ -8,6 +8,8 @@ from typing import ClassVar
 from octavo.numerics.recipe import Recipe
 from octavo.rollout.sampler import SamplingConfig
 
+SUPPORTED = ("0.24", "0.32")
+"""Releases of vLLM, by major and minor number, whose workers have `reload_weights(weights_path=...)` for block FP8."""
 RECIPES = ("block128", "bf16")
 """What vLLM runs of a rollout's recipes."""
 MIN_TEMPERATURE = 0.01
@@ -40,6 +42,8 @@ class VLLMConfig:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization is a share, in (0, 1]; got {self.gpu_memory_utilization}")
+        if not self.transfer_dir:
+            raise ValueError("transfer_dir is empty; name a folder, as /dev/shm")
         if self.max_prefill_tokens < self.max_sequences:
             raise ValueError(
                 f"max_prefill_tokens={self.max_prefill_tokens} is less than max_sequences={self.max_sequences}, each "
@@ -63,3 +67,22 @@ def check_vllm_runs(rollout: Recipe, sampling: SamplingConfig) -> None:
             f"vLLM raises a temperature of {sampling.temperature} to {MIN_TEMPERATURE}. Use at least that, or "
             f"rollout.engine.type=octavo"
         )
+
+
+def supported_release() -> str:
+    """The version of vLLM that is installed.
+
+    Raises:
+        ValueError: there is none, or it is not supported.
+    """
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError(f"vLLM cannot be imported ({error}). Install it: pip install 'octavo[vllm]'") from error
+    version: str = vllm.__version__
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        raise ValueError(
+            f"vLLM {version} is not supported, as its reloading of weights is not known; supported are "
+            f"{', '.join(f'{known}.x' for known in SUPPORTED)}"
+        )
+    return version

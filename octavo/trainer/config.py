@@ -262,6 +262,8 @@ class TrainConfig:
         if not self.output_dir:
             raise ValueError("output_dir is empty; name a folder, as runs/mine")
         paths = {"output_dir": self.output_dir, "model.path": self.model.path, "critic.path": self.critic.path or ""}
+        if isinstance(rollout.engine, VLLMConfig):
+            paths["rollout.engine.transfer_dir"] = rollout.engine.transfer_dir
         for name, path in paths.items():
             if path.startswith("~"):  # a shell leaves it so behind key=
                 raise ValueError(f"{name}={path!r} would be a folder named ~ here. Write $HOME, or the whole path")

@@ -63,6 +63,11 @@ def run_evaluation(
 ) -> dict[str, float]:
     """All of `octavo evaluate`: see `measure` and `load_run`; shows the table on the error channel."""
     other = None if compare is None else get_recipe(compare)
+    if other is not None and not isinstance(config.rollout.engine, EngineConfig):
+        raise ValueError(
+            f"--compare {compare} runs octavo's own engine, whose kernels would be compared as well. Use "
+            f"rollout.engine.type=octavo"
+        )
     display = Display(Console(stderr=True, highlight=False, soft_wrap=True))
     run = load_run(config, display, vllm)
     with closing(run.verifiers):
@@ -104,11 +109,7 @@ def make_jobs(run: Run, compare: Recipe | None = None) -> list[Job]:
     engines = {DEPLOYED: run.engine}
     if compare is not None:
         settings = run.config.rollout.engine
-        if not isinstance(settings, EngineConfig):
-            raise ValueError(
-                f"--compare {compare.name} runs octavo's own engine, whose kernels would be compared as well. Use "
-                f"rollout.engine.type=octavo"
-            )
+        assert isinstance(settings, EngineConfig), settings
         decoder = run.policy.with_recipe(compare)
         engines[compare.name] = Engine(decoder, settings, sorted(run.engine.stop_token_ids))
     own_test = not (run.config.evaluation.sets or run.task.parts)

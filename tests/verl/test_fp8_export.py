@@ -26,7 +26,7 @@ from octavo.trainer.train import train
 
 SUMS = ["(7+8-5+9+2)%10:5,0,9,1", "(3+4+4+1+9)%10=1", "(9-1-1+6+2)%10:8,7,3,5"]
 VLLM_BOUND, TRANSFORMERS_BOUND = 0.05, 0.02
-"""Mean distance of log-probabilities of a token from octavo's, in nats; activations in FP8 make the first one larger."""
+"""Mean distance of log-probabilities of a token from octavo's, in nats; FP8 activations make the first one larger."""
 
 
 @pytest.fixture(scope="module")

@@ -19,13 +19,14 @@ from typing import Any
 
 from octavo.models.decoder import Decoder
 from octavo.plugins.vllm.transfer_folder import TransferFolder
-from octavo.plugins.vllm.weights import WORKER_EXTENSION, Receiver, publish, supported_release
+from octavo.plugins.vllm.weights import WORKER_EXTENSION, Receiver, publish
 from octavo.rollout.counter import uniform_bits
 from octavo.rollout.engine import MAX_GROUP_SIZE, Completion, check_request
 from octavo.rollout.sampler import SamplingConfig, check_finite
-from octavo.rollout.vllm_config import VLLMConfig
+from octavo.rollout.vllm_config import VLLMConfig, supported_release
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.errors import reason
+from octavo.trainer.progress import random_states_to_json, restore_random_states
 
 
 class VLLMEngine:
@@ -52,7 +53,9 @@ class VLLMEngine:
         self._folder = TransferFolder(self.settings.transfer_dir)
         first = self._publish()
         self._folder.check_room(first)
+        random_states = random_states_to_json()
         llm = self._start(config, first)
+        restore_random_states(random_states)  # vLLM seeds the global generators
         weakref.finalize(self, llm.llm_engine.engine_core.shutdown)  # its workers go with it
         self.receiver = Receiver(llm, served=first)
         say(f"rollout: vLLM {release}; {layers_line(decoder, self.receiver.layers)}")

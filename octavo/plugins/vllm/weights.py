@@ -20,13 +20,12 @@ from octavo.models.checkpoint import save_decoder
 from octavo.models.decoder import Decoder
 from octavo.models.fp8_folder import SCALE, obstacles
 from octavo.plugins.vllm.scales import check_kept
+from octavo.rollout.vllm_config import supported_release
 from octavo.trainer.files import write_whole
 
 MANIFEST = "octavo_transfer.json"
 WORKER_EXTENSION = "octavo.plugins.vllm.worker.WorkerExtension"
 """vLLM's `worker_extension_cls`."""
-SUPPORTED = ("0.24", "0.32")
-"""Releases whose worker has `reload_weights(weights_path=...)` for block FP8, by major and minor number."""
 
 
 def publish(
@@ -55,25 +54,6 @@ def publish(
     save_decoder(decoder, folder, source, max_shard_size, weights)
     files = {path.name: _digest(path) for path in sorted(folder.glob("*.safetensors"))}
     write_whole(folder / MANIFEST, json.dumps({"policy_version": policy_version, "sha256": files}))
-
-
-def supported_release() -> str:
-    """The version of vLLM that is installed.
-
-    Raises:
-        ValueError: there is none, or it is not supported.
-    """
-    try:
-        import vllm
-    except ImportError as error:
-        raise ValueError(f"vLLM cannot be imported ({error}). Install it: pip install 'octavo[vllm]'") from error
-    version: str = vllm.__version__
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        raise ValueError(
-            f"vLLM {version} is not supported, as its reloading of weights is not known; supported are "
-            f"{', '.join(f'{known}.x' for known in SUPPORTED)}"
-        )
-    return version
 
 
 class Receiver:
