@@ -33,14 +33,15 @@ def install(monkeypatch):
     def triton(kind, x, w, x_scale, w_scale, bias, dtype):
         if x_scale is None:
             called.append("triton")
-            scale = w_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            scale = w_scale.repeat_interleave(128, 0)[: len(w)].repeat_interleave(128, 1)
             w = (w.float() * scale).bfloat16().double()[:, : x.shape[1]]
             return (x.double() @ w.T + (0.0 if bias is None else bias.double())).to(dtype)
         return multiply("triton", kind == "block")(x, w, x_scale, w_scale, bias, dtype)
 
     def decode(q, scale, width):
         called.append("decode")
-        return (q.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)).bfloat16()[:, :width]
+        scale = scale.repeat_interleave(128, 0)[: len(q)].repeat_interleave(128, 1)
+        return (q.float() * scale).bfloat16()[:, :width]
 
     monkeypatch.setattr(gemm, "HAS_GLUON", True)
     monkeypatch.setattr(gemm, "block_product", multiply("scaled_mm", True))

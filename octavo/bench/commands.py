@@ -52,6 +52,43 @@ def bench_gemm(
         show_gains(gains, recipe, Console(highlight=False, soft_wrap=True))
 
 
+@bench.command(
+    "rollout",
+    epilog="- `octavo bench rollout --model Qwen/Qwen3-8B`\n\n"
+    "- `octavo bench rollout --model models/smollm2 --recipe w8a16 --kv-cache bf16 --batch 1 --batch 256`",
+)
+def bench_rollout(
+    model: Annotated[str, typer.Option(metavar="FOLDER", help="Model folder or hub id; its config.json is read.")],
+    recipe: Annotated[str, typer.Option(help="Precision flow.")] = "block128",
+    kv_cache: Annotated[str, typer.Option(help="Format of keys and values: fp8 or bf16.")] = "fp8",
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences decoded at once, repeatable. [default: 1, 32, 128]")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens before them, repeatable. [default: 1024, 4096]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """How fast the engine decodes a model of this shape on this GPU, beside the bound that memory sets.
+
+    Weights are random; sampling is included.
+    """
+    from rich.console import Console
+
+    from octavo.bench.page import show_decode
+    from octavo.bench.rollout import decode_speeds
+    from octavo.models.config import read_config
+    from octavo.numerics.recipe import get_recipe
+
+    chosen = get_recipe(recipe, kv_cache=kv_cache)
+    speeds = decode_speeds(*read_config(model), chosen, batch or [1, 32, 128], context or [1024, 4096])
+    if as_json:
+        figures = [{**vars(s), "tok_s": s.tok_s, "bandwidth_share": s.bandwidth_share} for s in speeds]
+        print(json.dumps(figures, indent=1))
+    else:
+        show_decode(speeds, Console(highlight=False, soft_wrap=True))
+
+
 @bench.command("compare", epilog="- `octavo bench compare benchmarks/results/gemm.json /tmp/gemm.json`")
 def bench_compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="Result file of a benchmark.")],

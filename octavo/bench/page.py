@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.bench.gemm import Gain, verdict
+from octavo.bench.rollout import DecodeSpeed
 
 
 def show_gains(gains: Sequence[Gain], recipe: str, console: Console) -> None:
@@ -25,6 +26,17 @@ def show_gains(gains: Sequence[Gain], recipe: str, console: Console) -> None:
     for work in dict.fromkeys(gain.work for gain in gains):
         names = dict.fromkeys(name for gain in gains if gain.work == work for name in gain.kernels)
         console.print(f"  {work}: {', '.join(names)}")
+
+
+def show_decode(speeds: Sequence[DecodeSpeed], console: Console) -> None:
+    """Each decode step's time beside its bound."""
+    table = Table("sequences", "context", "ms a step", "bound ms", "of the bound", "tok/s")
+    for column in table.columns:
+        column.justify = "right"
+    for s in speeds:
+        shown = f"{s.step_ms:.2f}", f"{s.bound_ms:.2f}", f"{s.bandwidth_share:.0%}", f"{s.tok_s:,.0f}"
+        table.add_row(f"{s.batch:,}", f"{s.context:,}", *shown)
+    console.print(table)
 
 
 def show_comparison(rows: Sequence[tuple[str, str, str, str]], names: tuple[str, str], console: Console) -> None:

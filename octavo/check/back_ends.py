@@ -45,7 +45,8 @@ def _linear_row(
 ) -> Row:
     """The proof for X and W quantised by these blocks, and for the sizes that kernels see: filled up."""
     left, right = blocks
-    N = sum(_filled(width, 128) for width in widths) if right == BLOCK_128X128 else sum(widths)
+    straddles = right == BLOCK_128X128 and any(width % 128 for width in widths[:-1])
+    N = sum(_filled(width, 128) if straddles else width for width in widths)
     if left is None:
         K, library, alone = _filled(in_features, 8), "cuBLAS", "triton"
         equal = (agreement.bf16_agrees if right is None else agreement.w8a16_agrees)(N, K, device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention import FP16_MAX, StoredKV
-from octavo.kernels.heads_kernels import heads_kernel
+from octavo.kernels.heads_kernels import heads_kernel, rotate_back_kernel
 from octavo.kernels.norm import norm_constants, rms_norm, rms_norm_backward
 from octavo.kernels.triton_attention import UNFUSED, block_width
 from octavo.kernels.triton_shim import triton
@@ -134,13 +134,38 @@ def heads_backward(
     q: Tensor, k: Tensor, transform: HeadTransform, inverse_rms: Tensor, grad_q: Tensor, grad_k: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of q, k and the gains from those of what `write_heads` made of them, which returned inverse_rms."""
-    grad_q, grad_k = (rotate(x, transform.cos, -transform.sin) for x in (grad_q, grad_k))
+    grad_q, grad_k = rotate_back(grad_q, grad_k, transform)
     if transform.q_gain is None or transform.k_gain is None:
         return grad_q, grad_k, None, None
     inverse_q, inverse_k = inverse_rms.split([q.shape[0] * q.shape[1], k.shape[0] * k.shape[1]])
     grad_q, grad_q_gain = rms_norm_backward(q, transform.q_gain, inverse_q.view(q.shape[:2]), grad_q)
     grad_k, grad_k_gain = rms_norm_backward(k, transform.k_gain, inverse_k.view(k.shape[:2]), grad_k)
     return grad_q, grad_k, grad_q_gain, grad_k_gain
+
+
+def rotate_back(grad_q: Tensor, grad_k: Tensor, transform: HeadTransform) -> tuple[Tensor, Tensor]:
+    """Both rotated by minus the angles, [T, H, Dh] and [T, Hkv, Dh] bf16: the gradient of `rotate`, by the kernel."""
+    (T, H, Dh), Hkv = grad_q.shape, grad_k.shape[1]
+    grad_q, grad_k = grad_q.contiguous(), grad_k.contiguous()
+    out_q, out_k = torch.empty_like(grad_q), torch.empty_like(grad_k)
+    if T:
+        rotate_back_kernel[(triton.cdiv(T, TOKENS), H + Hkv)](
+            grad_q,
+            grad_k,
+            transform.cos,
+            transform.sin,
+            out_q,
+            out_k,
+            T,
+            H=H,
+            HKV=Hkv,
+            DH=Dh,
+            BLOCK_D=block_width(Dh),
+            R=TOKENS,
+            num_warps=4,
+            **UNFUSED,
+        )
+    return out_q, out_k
 
 
 def _with_dense_heads(x: Tensor) -> Tensor:

@@ -52,6 +52,36 @@ def heads_kernel(
             _store_kv(v_out_ptr, v_scale_ptr, low, high, slot * HKV + kv_head, here, DH, BLOCK_D, FP8)
 
 
+@triton.jit(do_not_specialize=["T"])
+def rotate_back_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, T,
+    H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """One program for R tokens and one head, of the queries, then of the keys: rotated by minus the angle."""
+    t = tl.program_id(0) * R + tl.arange(0, R)
+    head = tl.program_id(1)
+    here = t < T
+    row = t.to(tl.int64)
+    if head < H:
+        low, high = _halves(q_ptr + head * DH, H * DH, row, here, DH, BLOCK_D)
+    else:
+        low, high = _halves(k_ptr + (head - H) * DH, HKV * DH, row, here, DH, BLOCK_D)
+    cos, sin = _angles(cos_ptr, sin_ptr, row, here, DH, BLOCK_D)
+    new_low, new_high = round_bf16(low * cos + high * sin), round_bf16(high * cos - low * sin)
+    if head < H:
+        _store_halves(q_out_ptr, new_low, new_high, row * H + head, here, DH, BLOCK_D)
+    else:
+        _store_halves(k_out_ptr, new_low, new_high, row * HKV + head - H, here, DH, BLOCK_D)
+
+
+@triton.jit
+def _angles(cos_ptr, sin_ptr, row, here, DH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Cosines and sines of each row."""
+    d = tl.arange(0, BLOCK_D // 2)
+    at, inside = row[:, None] * (DH // 2) + d[None, :], here[:, None] & (d < DH // 2)[None, :]
+    return tl.load(cos_ptr + at, mask=inside, other=0.0), tl.load(sin_ptr + at, mask=inside, other=0.0)
+
+
 @triton.jit
 def _halves(ptr, stride, row, here, DH: tl.constexpr, BLOCK_D: tl.constexpr):
     """The first Dh / 2 numbers of a head and the others, fp32, of each row."""
@@ -76,9 +106,7 @@ def _turned(
         gain_high = tl.load(gain_ptr + DH // 2 + d, mask=d < DH // 2, other=0.0)
         low = round_bf16(low * inverse[:, None] * gain_low[None, :])
         high = round_bf16(high * inverse[:, None] * gain_high[None, :])
-    at, inside = row[:, None] * (DH // 2) + d[None, :], here[:, None] & (d < DH // 2)[None, :]
-    cos = tl.load(cos_ptr + at, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + at, mask=inside, other=0.0)
+    cos, sin = _angles(cos_ptr, sin_ptr, row, here, DH, BLOCK_D)
     return round_bf16(low * cos - high * sin), round_bf16(high * cos + low * sin), inverse
 
 

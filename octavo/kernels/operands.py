@@ -6,7 +6,7 @@ along the rows of a 128 x 128 weight: what ends within a block is filled up with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -23,6 +23,7 @@ from octavo.kernels.cast import (
     cast_rows,
     cast_tensor,
 )
+from octavo.kernels.cast_outputs import GIVEN, UNPADDED, outputs, padded
 from octavo.numerics.exact import K_BLOCK, block_edges, product_bits, to_grid
 from octavo.numerics.fp8 import (
     BLOCK_1X128,
@@ -40,6 +41,10 @@ from octavo.numerics.fp8 import (
 
 ROW_MULTIPLE = 16
 """Kernels want the widths of their operands in multiples of this."""
+TOKEN_BLOCK = 128
+"""Token counts are padded with zeros to a multiple of this for WGrad."""
+FILLED = (1, K_BLOCK)
+"""Padding of a cast that is reduced over whole blocks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,21 +165,23 @@ def quantize_matrix(
 
 def quantize_both(
     x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding, splits: Sequence[int]
-) -> tuple[QuantizedMatrix, QuantizedMatrix]:
-    """X [T, K] for a product reduced over K, and transposed for one over T, from one cast; for kernels.
+) -> tuple[Operand, QuantizedMatrix]:
+    """X [T, K] ready for a product reduced over K, and as it is saved for one over T, from one cast; for kernels.
 
     Args:
-        x: [T, K] bf16, T a multiple of 128.
+        x: [T, K] bf16, T a multiple of 128, K of 8.
         quant_block: of the first; 1x128, and then 128x1 of the second; or per tensor, the same bytes in both.
         rounding: of the scales.
-        splits: widths of the fused projections along K, multiples of 128.
+        splits: widths of the fused projections along K, multiples of 128 where there are several.
     """
     T, K = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()  # a gradient may be expanded
     if quant_block == BLOCK_1X128:
-        (q, scale), (q_t, scale_t) = cast_both(x, rounding)
-        along = QuantizedMatrix(q, scale, range(T + 1), block_edges(K), BLOCK_1X128)
-        return along, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1), BLOCK_128X1)
+        plain = outputs("quantize_both", x.shape, BLOCK_1X128, x.device, FILLED, None)
+        transposed = outputs("quantize_both", x.T.shape, BLOCK_1X128, x.device, UNPADDED, None)
+        (q, scale), (q_t, scale_t) = cast_both(x, rounding, out=(plain, transposed))
+        left = Operand(q, scale, block_edges(K), by_blocks=True)
+        return left, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1), BLOCK_128X1)
     assert quant_block == PER_TENSOR, quant_block
     q, q_t = (torch.empty(size, dtype=E4M3, device=x.device) for size in ((T, K), (K, T)))
     scales, edges = [], split_edges(splits, None)
@@ -184,7 +191,50 @@ def quantize_both(
         scales.append(cast_tensor(x[:, start:stop], rounding, transposed=True, out=out)[2])
     scale = torch.cat(scales, dim=1)
     along = QuantizedMatrix(q, scale, [0, T], edges, PER_TENSOR)
-    return along, replace(along, q=q_t.T)
+    return along.operand(), replace(along, q=q_t.T)
+
+
+def can_quantize_both(x: Tensor, splits: Sequence[int], along: QuantBlock | None, across: QuantBlock | None) -> bool:
+    """Whether `quantize_both` makes operands in these two blocks of X [T, K]."""
+    if not len(x) or len(x) % TOKEN_BLOCK:
+        return False
+    aligned = all(size % K_BLOCK == 0 for size in splits)
+    if (along, across) == (BLOCK_1X128, BLOCK_128X1):
+        return aligned or (len(splits) == 1 and splits[0] % 16 == 0)
+    return aligned and (along, across) == (PER_TENSOR, PER_TENSOR)
+
+
+def quantized_operand(
+    x: Tensor,
+    quant_block: QuantBlock,
+    rounding: ScaleRounding,
+    *,
+    splits: Sequence[int] | None = None,
+    scale: Tensor | None = None,
+    for_kernels: bool,
+) -> Operand:
+    """`quantize_matrix(x, ...).operand()`; for kernels, blocks that end early are cast along with what fills them up.
+
+    Args:
+        x: [T, K] float.
+        quant_block, rounding, scale: as for `quantize_matrix`.
+        splits: widths of the fused projections along K, or None.
+        for_kernels: whether kernels read it.
+    """
+    T, K = x.shape
+    splits = splits or [K]
+    early = quant_block == BLOCK_1X128 and any(size % K_BLOCK for size in splits)
+    if not (for_kernels and early) or any(size % GIVEN for size in splits):
+        return quantize_matrix(x, quant_block, rounding, column_splits=splits, scale=scale).operand()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    width = sum(padded(size, K_BLOCK) for size in splits)
+    q, scales = outputs("quantized_operand", torch.Size((T, width)), BLOCK_1X128, x.device, UNPADDED, None)
+    start = 0
+    for piece in x.split(list(splits), dim=1):
+        stop = start + padded(piece.shape[1], K_BLOCK)
+        cast_1x128(piece, rounding, out=(q[:, start:stop], scales[:, start // K_BLOCK : stop // K_BLOCK]))
+        start = stop
+    return Operand(q, scales, split_edges(splits, K_BLOCK), by_blocks=True)
 
 
 def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
@@ -235,7 +285,7 @@ def kernel_operand(matrix: QuantizedMatrix) -> Operand:
     q = _filled(matrix.q, matrix.column_edges, K_BLOCK if by_blocks else ROW_MULTIPLE)
     if matrix.quant_block == BLOCK_128X128:
         rows, edges = None, matrix.row_edges
-        if not _is_full(edges, K_BLOCK):
+        if not _is_full(edges[:-1], K_BLOCK):  # one that ends within the last block alone disturbs no other
             q, rows = _filled(q.T, edges, K_BLOCK).T.contiguous(), _places(tuple(edges), K_BLOCK, q.device)
         if q is not matrix.q:  # `decode_gemm` reads a weight before the kernel just ahead of it is sure to have ended
             torch.zeros((), device=q.device)
@@ -255,20 +305,52 @@ def _filled(q: Tensor, edges: Sequence[int], multiple: int) -> Tensor:
     width = sum(-(-(stop - start) // multiple) * multiple for start, stop in pairwise(edges))
     rows = q.shape[0]
     out = torch.zeros(rows, width, dtype=q.dtype, device=q.device)
-    integers = {1: torch.uint8, 2: torch.int16}[q.element_size()]  # E4M3 cannot be scattered as it is
-    out.view(integers)[:, _places(tuple(edges), multiple, q.device)] = q.view(integers)
+    for start, stop, place in _runs(tuple(edges), multiple):
+        out[:, place : place + stop - start].copy_(q[:, start:stop])
     return out
+
+
+@lru_cache(maxsize=256)
+def _runs(edges: tuple[int, ...], multiple: int) -> list[tuple[int, int, int]]:
+    """Stretches that stay together once every block is filled up to the multiple: start, stop, where they then lie."""
+    runs: list[tuple[int, int, int]] = []
+    place = 0
+    for low, high in pairwise(edges):
+        if runs and runs[-1][1] - runs[-1][0] == place - runs[-1][2]:  # nothing fills up what comes before
+            runs[-1] = (runs[-1][0], high, runs[-1][2])
+        else:
+            runs.append((low, high, place))
+        place += -(-(high - low) // multiple) * multiple
+    return runs
 
 
 @lru_cache(maxsize=256)
 def _places(edges: tuple[int, ...], multiple: int, device: torch.device) -> Tensor:
     """Where each index lies once every block is filled up to the multiple, int64."""
-    places: list[int] = []
-    start = 0
-    for low, high in pairwise(edges):
-        places += range(start, start + high - low)
-        start += -(-(high - low) // multiple) * multiple
-    return torch.tensor(places, device=device)
+    runs = _runs(edges, multiple)
+    return torch.tensor([at for low, high, place in runs for at in range(place, place + high - low)], device=device)
+
+
+def weight_pieces(splits: Sequence[int]) -> Iterator[tuple[slice, slice, slice]]:
+    """Rows of W, blocks of 128 rows, and columns of W^T that a cast takes at a time, so that no block straddles two."""
+    edges = [0, *accumulate(splits)]
+    aligned = all(edge % K_BLOCK == 0 for edge in edges[:-1])
+    place = 0
+    for start, stop in [(0, edges[-1])] if aligned else pairwise(edges):
+        blocks = slice(place, place + -(-(stop - start) // K_BLOCK))
+        yield slice(start, stop), blocks, slice(blocks.start * K_BLOCK, blocks.stop * K_BLOCK)
+        place = blocks.stop
+
+
+def values_of(matrix: QuantizedMatrix | Tensor) -> Tensor:
+    """fp32."""
+    return matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
+
+
+def pad_tokens(x: Tensor) -> Tensor:
+    """[T, K] -> [ceil(T / 128) * 128, K], at least one block of 128, zeros at the end; X itself if it is that long."""
+    missing = max(1, -(-len(x) // TOKEN_BLOCK)) * TOKEN_BLOCK - len(x)
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def spread(scale: Tensor, edges: Sequence[int], dim: int) -> Tensor:

@@ -36,11 +36,13 @@ def block_product(
     M, N = len(x), len(w)
     one_row, square = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
     x, x_scale = _filled(x, _rows(M)), _filled(x_scale.T, _rows(M), dim=1).T
+    w = _filled(w, _columns(N))
     if len(w_scale) == N:
-        w, right, scaling = _filled(w, _columns(N)), _filled(w_scale.T, _columns(N), dim=1).T, one_row
+        right, scaling = _filled(w_scale.T, _columns(N), dim=1).T, one_row
     else:
         right, scaling = _filled(w_scale, -(-w_scale.shape[1] // 4) * 4, dim=1).T, square
     inside, after = (bias, None) if dtype == torch.bfloat16 else (None, bias)
+    inside = None if inside is None else _filled(inside, _columns(N))
     y = functional.scaled_mm(x, w.T, x_scale, one_row, right, scaling, bias=inside, output_dtype=dtype)[:M, :N]
     return y if after is None else y + after
 

@@ -13,7 +13,6 @@ fastest way there, and the reference multiplies the dequantised operands in FP32
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,15 +24,19 @@ from octavo.kernels.gemm import product
 from octavo.kernels.operands import (
     Operand,
     QuantizedMatrix,
+    can_quantize_both,
     grid_operand,
+    pad_tokens,
     quantize_both,
     quantize_matrix,
+    quantized_operand,
     split_edges,
+    values_of,
+    weight_pieces,
 )
 from octavo.layers.linear_function import LinearFunction
+from octavo.numerics.exact import K_BLOCK
 from octavo.numerics.fp8 import (
-    BLOCK_1X128,
-    BLOCK_128X1,
     BLOCK_128X128,
     E4M3,
     E4M3_MAX,
@@ -48,8 +51,6 @@ WEIGHTS = ("weight_", "dgrad_")
 """Prefixes of the buffers that `requantize_` writes the weight to."""
 SCALE_STATE = ("activation_scale", "activation_amax", "saturation_counts")
 """Buffers of a static activation scale, which the weights do not determine."""
-WGRAD_TOKEN_MULTIPLE = 128
-"""Token counts are padded with zeros to a multiple of this for WGrad."""
 
 
 class FP8Linear(nn.Module):
@@ -103,8 +104,7 @@ class FP8Linear(nn.Module):
     def _allocate(self, name: str, quant_block: QuantBlock | None) -> None:
         """E4M3 bytes and scales of the weight under one block shape, written in place at every re-quantisation."""
         assert quant_block is not None, name
-        empty = torch.zeros(self.weight.shape)
-        layout = quantize_matrix(empty, quant_block, row_splits=self.splits)
+        layout = quantize_matrix(torch.zeros(self.weight.shape), quant_block, row_splits=self.splits)
         self.register_buffer(name, torch.empty(self.weight.shape, dtype=E4M3), persistent=False)
         self.register_buffer(f"{name}_scale", torch.empty(layout.scale.shape), persistent=False)
 
@@ -125,8 +125,10 @@ class FP8Linear(nn.Module):
         block, rounding = self._weight_block(name), self.recipe.scale_rounding
         q, scale = getattr(self, name), getattr(self, f"{name}_scale")
         if self.uses_kernels and self._casts_both_ways(block):
-            out = (q, self.weight_t, scale)
-            cast_128x128(self.weight.detach(), rounding, transposed=self.weight_t is not None, out=out)
+            for rows, blocks, columns in weight_pieces(self.splits):
+                q_t = None if self.weight_t is None else self.weight_t[:, columns]
+                out = (q[rows], q_t, scale[blocks])
+                cast_128x128(self.weight.detach()[rows], rounding, transposed=q_t is not None, out=out)
             increment_version([q, scale])
             self._transposed = _state(q)
         else:
@@ -135,8 +137,7 @@ class FP8Linear(nn.Module):
             scale.copy_(new.scale)
 
     def _casts_both_ways(self, quant_block: QuantBlock) -> bool:
-        aligned = all(size % 128 == 0 for size in self.splits) and self.in_features % 16 == 0
-        return aligned and quant_block == BLOCK_128X128
+        return quant_block == BLOCK_128X128 and not (self.in_features % 16 or any(n % 8 for n in self.splits))
 
     @torch.no_grad()
     def freeze_activation_scale_(self) -> None:
@@ -176,16 +177,21 @@ class FP8Linear(nn.Module):
 
     def fprop(self, x: Tensor) -> Tensor:
         """Y = X W^T + bias, rounded once."""
-        return self._multiply(self.activation_operand(x))
+        return self.multiply(self.activation_operand(x))
 
     def fprop_and_save(self, x: Tensor) -> tuple[Tensor, QuantizedMatrix | Tensor]:
         """Y, and X as WGrad multiplies it; on a CUDA device one cast of X makes both where it can."""
         assert self.recipe.wgrad is not None, self.recipe.name
         left, kept = self.recipe.fprop.left, self.recipe.saved_activations == "fp8"
         dynamic = not self.recipe.static_activation_scale
-        if left is not None and dynamic and kept and self._casts_once(x, left, self.recipe.wgrad.right):
+        if (
+            left is not None
+            and dynamic
+            and kept
+            and self._casts_once(x, [self.in_features], left, self.recipe.wgrad.right)
+        ):
             along, across = quantize_both(x, left, self.recipe.scale_rounding, [self.in_features])
-            return self._multiply(along.operand()), across
+            return self.multiply(along), across
         saved = self.save_activation(x)
         return self.fprop(x), saved
 
@@ -196,30 +202,33 @@ class FP8Linear(nn.Module):
         dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
         assert dgrad is not None and wgrad is not None, self.recipe.name
         wanted = needs_x and saved_x is not None
-        if wanted and dgrad.left is not None and self._casts_once(grad_y, dgrad.left, wgrad.left):
+        if wanted and dgrad.left is not None and self._casts_once(grad_y, self.splits, dgrad.left, wgrad.left):
             assert saved_x is not None
             along, across = quantize_both(grad_y, dgrad.left, self.recipe.scale_rounding, self.splits)
-            return self._dgrad(along, grad_y.dtype), self._wgrad(across, saved_x)
-        grad_x = self._dgrad(self.gradient(grad_y, dgrad), grad_y.dtype) if needs_x else None
+            return self._dgrad_product(along, grad_y.dtype), self._wgrad(across, saved_x)
+        grad_x = self._dgrad(grad_y, dgrad) if needs_x else None
         if saved_x is None:
             return grad_x, None
         padded = pad_tokens(grad_y) if self.quantized and wgrad.left is not None else grad_y
         return grad_x, self._wgrad(self.gradient(padded, wgrad), saved_x)
 
-    def _casts_once(self, x: Tensor, along: QuantBlock | None, across: QuantBlock | None) -> bool:
-        """Whether one cast of a matrix [T, width] serves two products: `quantize_both`."""
-        widths = (len(x), self.in_features, *self.splits)
-        aligned = len(x) > 0 and all(width % WGRAD_TOKEN_MULTIPLE == 0 for width in widths)
-        pairs = ((BLOCK_1X128, BLOCK_128X1), (PER_TENSOR, PER_TENSOR))
-        return self.quantized and self.uses_kernels and aligned and (along, across) in pairs
+    def _casts_once(self, x: Tensor, splits: Sequence[int], *blocks: QuantBlock | None) -> bool:
+        """Whether one cast of a matrix [T, sum of splits] serves two products, by `quantize_both`."""
+        return self.quantized and self.uses_kernels and can_quantize_both(x, splits, *blocks)
 
-    def _dgrad(self, grad_y: QuantizedMatrix | Tensor, dtype: torch.dtype) -> Tensor:
+    def _dgrad(self, grad_y: Tensor, recipe: GemmRecipe) -> Tensor:
+        """dX = dY W, in the dtype of dY."""
         if not self.uses_kernels:
-            return (values_of(grad_y) @ self.backward_weight()).to(dtype)
-        if isinstance(grad_y, Tensor):
+            return (values_of(self.gradient(grad_y, recipe)) @ self.backward_weight()).to(grad_y.dtype)
+        if not self.quantized or recipe.left is None:
             return grad_y @ self.weight_hp
+        rounding = self.recipe.scale_rounding
+        left = quantized_operand(grad_y, recipe.left, rounding, splits=self.splits, for_kernels=True)
+        return self._dgrad_product(left, grad_y.dtype)
+
+    def _dgrad_product(self, grad_y: Operand, dtype: torch.dtype) -> Tensor:
         w = self._prepared("dgrad", self._prepare_dgrad)
-        return product(grad_y.operand(), w, dtype=dtype, backend="scaled_mm")
+        return product(grad_y, w, dtype=dtype, backend="scaled_mm")
 
     def _wgrad(self, grad_y: QuantizedMatrix | Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         x = self.saved(saved_x)
@@ -251,11 +260,7 @@ class FP8Linear(nn.Module):
 
     def save_activation(self, x: Tensor) -> QuantizedMatrix | Tensor:
         """X in the layout and format that WGrad multiplies."""
-        assert self.recipe.wgrad is not None, self.recipe.name
-        right = self.recipe.wgrad.right
-        if self.quantized and right is not None and self.recipe.saved_activations == "fp8":
-            return quantize_matrix(pad_tokens(x), right, self.recipe.scale_rounding)
-        return x
+        return self.saved(x) if self.recipe.saved_activations == "fp8" else x
 
     def saturated(self, x: Tensor) -> Tensor | None:
         """[T, K] bool where a static scale clips X, whose gradient is 0 there; None under dynamic scales."""
@@ -319,12 +324,17 @@ class FP8Linear(nn.Module):
         weight = self.quantized_weight(self._dgrad_name)
         if not self._casts_both_ways(weight.quant_block):
             return weight.T.operand()
+        pieces = list(weight_pieces(self.splits))
         if self.weight_t is None:
-            self.weight_t = weight.q.T.contiguous()
-        elif self._transposed != _state(weight.q):
-            self.weight_t.copy_(weight.q.T)
-        self._transposed = _state(weight.q)
-        return replace(weight.T, q=self.weight_t).operand()
+            self.weight_t, self._transposed = weight.q.new_zeros(self.in_features, pieces[-1][2].stop), None
+        if self._transposed != _state(weight.q):
+            for rows, _, columns in pieces:
+                q_t = weight.q[rows].T
+                self.weight_t[:, columns][:, : q_t.shape[1]].copy_(q_t)
+            self._transposed = _state(weight.q)
+        return Operand(
+            self.weight_t, weight.scale.T.contiguous(), weight.row_edges, by_blocks=True, rows_per_scale=K_BLOCK
+        )
 
     def quantized_weight(self, name: str) -> QuantizedMatrix:
         """The FP8 bytes and scales that rollout and training multiply."""
@@ -355,7 +365,8 @@ class FP8Linear(nn.Module):
                 self.saturation_counts[0] += self._beyond_scale(x).sum()
                 self.saturation_counts[1] += x.numel()
             scale = self.activation_scale
-        return quantize_matrix(x, left, self.recipe.scale_rounding, scale=scale).operand()
+        rounding = self.recipe.scale_rounding
+        return quantized_operand(x, left, rounding, scale=scale, for_kernels=self.uses_kernels)
 
     def _calibrate_the_first_time(self) -> None:
         """The very first batch gives its own scale. The host waits for the device only after a write to the scale."""
@@ -367,7 +378,8 @@ class FP8Linear(nn.Module):
     def _beyond_scale(self, x: Tensor) -> Tensor:
         return x.float().abs() > E4M3_MAX * self.activation_scale
 
-    def _multiply(self, x: Operand) -> Tensor:
+    def multiply(self, x: Operand) -> Tensor:
+        """FProp of X as `activation_operand` makes it."""
         return product(x, self.weight_operand(), self.bias_hp, self._dtype)
 
     def extra_repr(self) -> str:
@@ -381,17 +393,6 @@ State = tuple[int, int]
 
 def _state(tensor: Tensor) -> State:
     return tensor.data_ptr(), tensor._version
-
-
-def values_of(matrix: QuantizedMatrix | Tensor) -> Tensor:
-    """fp32."""
-    return matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
-
-
-def pad_tokens(x: Tensor) -> Tensor:
-    """[T, K] -> [ceil(T / 128) * 128, K], at least one block of 128, zeros at the end; X itself if it is that long."""
-    missing = max(1, -(-len(x) // WGRAD_TOKEN_MULTIPLE)) * WGRAD_TOKEN_MULTIPLE - len(x)
-    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def quantized_layers(module: nn.Module) -> Sequence[FP8Linear]:

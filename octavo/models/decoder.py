@@ -29,6 +29,7 @@ from octavo.layers.attention import AttentionContext
 from octavo.layers.linear import FP8Linear, quantized_layers
 from octavo.layers.rotary import rotary_table
 from octavo.models.config import DecoderConfig
+from octavo.models.fused import run_layers
 from octavo.models.modules import decoder_modules
 from octavo.numerics.flow_edges import check_kept
 from octavo.numerics.recipe import Recipe
@@ -94,13 +95,16 @@ class Block(nn.Module):
     ) -> Tensor:
         """h [T, D] -> [T, D]; cos and sin [T, Dh / 2] of each token's position."""
         qkv = self.qkv_proj(self.input_norm(h), shadow=shadow)
+        h = h + self.o_proj(self.attend(qkv, cos, sin, context, num_saturated), shadow=shadow)
+        return h + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(h), shadow=shadow)), shadow=shadow)
+
+    def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor) -> Tensor:
+        """qkv [T, (H + 2 Hkv) * Dh] as projected -> [T, H * Dh]."""
         q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in qkv.split(self.qkv_proj.splits, dim=1))
         q_gain, k_gain = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         counter = num_saturated if self.qkv_proj.observing else torch.zeros_like(num_saturated)
         transform = HeadTransform(cos, sin, q_gain, k_gain, self.norm_eps, counter)
-        out = context.attend(self.index, q, k, v, transform, self.head_dim**-0.5)
-        h = h + self.o_proj(out.flatten(1), shadow=shadow)
-        return h + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(h), shadow=shadow)), shadow=shadow)
+        return context.attend(self.index, q, k, v, transform, self.head_dim**-0.5).flatten(1)
 
 
 class Decoder(nn.Module):
@@ -149,6 +153,8 @@ class Decoder(nn.Module):
         self._head: tuple[tuple[int, int], Operand] | None = None
         self.policy_version = 0
         """Optimiser steps in the bytes that the forward reads."""
+        self.fuses = True
+        """Run without a gradient in fewer kernels (`models.fused`), in which a norm makes no output of its own."""
         self.recompute_layers = False
         """Keep only each layer's input for the backward, and compute the layer again there: the same bits."""
 
@@ -212,6 +218,8 @@ class Decoder(nn.Module):
         """
         h = _embed(self.embed_tokens, self.embed_hp, tokens)
         cos, sin = self.cos[positions], self.sin[positions]
+        if self.fuses and not (shadow or torch.is_grad_enabled()):
+            return self.norm(run_layers(self, h, cos, sin, context))
         for block in self.blocks():
             run = _recomputed if self.recompute_layers and torch.is_grad_enabled() else Block.__call__
             h = run(block, h, cos, sin, context, self.num_saturated, shadow)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention import StoredKV, probability_dtype, store_kv
-from octavo.kernels.operands import Operand, grid_operand
-from octavo.layers.linear import SCALE_STATE, FP8Linear, values_of
+from octavo.kernels.operands import Operand, grid_operand, values_of
+from octavo.layers.linear import SCALE_STATE, FP8Linear
 from octavo.models.decoder import Decoder
 from octavo.numerics.flow_edges import E4M3_SUMS, GRID_SUMS
 from octavo.numerics.fp8 import (

@@ -174,8 +174,10 @@ def _listening(decoder: Decoder, context: AttentionContext) -> Iterator[tuple[Ou
         input_of(block.down_proj, f"{layer}.mlp.swiglu")
         output_of(block, named(layer))
     output_of(decoder.norm, named("model.norm"))
+    fuses, decoder.fuses = decoder.fuses, False  # each module makes its output
     try:
         yield outputs, _Listener(context, outputs)
     finally:
+        decoder.fuses = fuses
         for handle in handles:
             handle.remove()

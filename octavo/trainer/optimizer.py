@@ -95,7 +95,7 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        if not all(torch.isfinite(p).all() for p in self.parameters.values()):
+        if not math.isfinite(self.weight_norm()):
             raise Diverged(f"weight after optimiser step {self.update}", self.parameters)
         self.adamw.zero_grad(set_to_none=True)
         self.update += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.operands import TOKEN_BLOCK
 from octavo.layers.attention import PackedAttention
 from octavo.models.decoder import Decoder
 from octavo.rl.batch import Microbatch, MiniBatch
@@ -47,11 +48,36 @@ def gathered_weights(config: TrainConfig, mini_batch: MiniBatch) -> Tensor:
     return torch.cat([weights_of(config, microbatch) for microbatch in mini_batch.microbatches])
 
 
+def filled_up(tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of the first sequence's beginning after the last, until the tokens are a multiple of TOKEN_BLOCK.
+
+    They do to every activation what that beginning does, so that no amax moves, and have no gradient.
+
+    Args:
+        tokens: [T] int64.
+        cu_seqlens: [N + 1] int64 sequence boundaries, from 0 to T.
+
+    Returns:
+        index [T'] int64, which token stands at each place, and the boundaries of all sequences.
+    """
+    T = len(tokens)
+    index, missing = torch.arange(T, device=tokens.device), -T % TOKEN_BLOCK
+    if missing:
+        longest = int(cu_seqlens[1:2].item())
+        index = torch.cat([index, torch.arange(missing, device=tokens.device) % longest])
+        ends = [*range(T + longest, T + missing, longest), T + missing]
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor(ends)])
+    return index, cu_seqlens
+
+
 def _logprobs(decoder: Decoder, microbatch: Microbatch, temperature: float, shadow: bool) -> tuple[Tensor, Tensor]:
     kv_format = decoder.recipe.high_precision if shadow else decoder.recipe.kv_cache
-    context = PackedAttention(microbatch.cu_seqlens, kv_format)
-    hidden = decoder(microbatch.tokens, microbatch.positions, context, shadow=shadow)
+    tokens, positions, cu_seqlens = microbatch.tokens, microbatch.positions, microbatch.cu_seqlens
     sampled = microbatch.loss_mask.nonzero().squeeze(1)
+    if tokens.is_cuda:
+        index, cu_seqlens = filled_up(tokens, cu_seqlens)
+        tokens, positions = tokens[index], positions[index]
+    hidden = decoder(tokens, positions, PackedAttention(cu_seqlens, kv_format), shadow=shadow)
     logprobs, entropy = decoder.logprobs(hidden[sampled - 1], microbatch.tokens[sampled], temperature)
     zeros = torch.zeros(len(microbatch.tokens), device=logprobs.device)
     return zeros.index_put((sampled,), logprobs), zeros.index_put((sampled,), entropy)

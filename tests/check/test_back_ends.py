@@ -50,7 +50,7 @@ def test_every_linear_is_compared_in_its_own_way(asked, recipe, kind, alone):
     assert {name for name, *_ in asked} == {kind}
     D, F = shape.hidden_size, shape.intermediate_size
     filled = (lambda n: -(-n // 128) * 128) if recipe == "block128" else (lambda n: n)
-    assert asked[-1][1:3] == (filled(D), filled(F)) and asked[2][1:3] == (2 * filled(F), filled(D))
+    assert asked[-1][1:3] == (D, filled(F)) and asked[2][1:3] == (2 * filled(F), filled(D))
     assert rows[0].name.startswith("qkv_proj ") and "give the same bits" in rows[0].detail
     assert f"so {alone} multiplies every batch: exact, and slower" in rows[3].detail and rows[3].next_step
 

@@ -85,6 +85,13 @@ def heads(head_dim, norm, slots, fp8):
     return compiled(heads_kernels.heads_kernel, signature, constants, num_warps=4, **UNFUSED)
 
 
+def rotate_back(head_dim):
+    signature = dict.fromkeys(("q_ptr", "k_ptr"), "*bf16") | dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
+    signature |= dict.fromkeys(("q_out_ptr", "k_out_ptr"), "*bf16") | {"T": "i32"}
+    constants = shape(head_dim) | {"R": TOKENS}
+    return compiled(heads_kernels.rotate_back_kernel, signature, constants, num_warps=4, **UNFUSED)
+
+
 def every_variant():
     """Name and compilation of each kernel for each width, KV format and way to lie in memory."""
     for width in (64, 96, 128):
@@ -99,11 +106,12 @@ def every_variant():
         yield f"grad_q bf16 {width}", partial(backward, "grad_q", width)
         yield f"grad_kv bf16 {width}", partial(backward, "grad_kv", width)
         yield f"delta bf16 {width}", partial(delta, width)
+        yield f"rotate_back bf16 {width}", partial(rotate_back, width)
 
 
 SOME = (
     *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
-    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96"),
+    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64"),
 )
 """Every kernel and width once at least."""
 

@@ -6,7 +6,7 @@ import torch
 
 from octavo.kernels.attention import StoredKV, attend, probability_dtype, store_kv
 from octavo.kernels.attention_backward import attention_backward
-from octavo.kernels.heads import HeadTransform, empty_kv, rotate, write_heads
+from octavo.kernels.heads import HeadTransform, empty_kv, rotate, rotate_back, write_heads
 from octavo.kernels.triton_attention import DECODE_ROWS, PREFILL_ROWS, attention_forward, packed_tiles, tiles_of
 from octavo.numerics.error import relative_error
 from octavo.numerics.exact import mean_square
@@ -296,3 +296,6 @@ def check_heads(T, heads, kv_format, normed, device="cpu"):
         assert stored.scale is None or torch.equal(kept.scale[slots].cpu(), stored.scale)
     beyond = (wanted[0].float().abs() > 65504.0).sum().item() if kv_format == "fp8" else 0
     assert transform.num_saturated.item() == beyond and (beyond > 0) == (kv_format == "fp8" and not normed)
+    turned = rotate_back(q.contiguous(), k, transform)
+    for x, back in zip((q, k), turned, strict=True):
+        assert torch.equal(back.cpu(), rotate(x.cpu(), transform.cos.cpu(), -transform.sin.cpu()))

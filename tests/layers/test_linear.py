@@ -19,8 +19,7 @@ from linear_layers import (
     weight_hat,
 )
 
-from octavo.kernels.operands import QuantizedMatrix
-from octavo.layers.linear import pad_tokens
+from octavo.kernels.operands import QuantizedMatrix, pad_tokens
 from octavo.numerics.error import relative_error
 from octavo.numerics.recipe import GemmRecipe, get_recipe
 

@@ -241,14 +241,16 @@ def test_a_cache_of_another_format_or_scale_is_named():
 def test_what_the_three_gemms_quantise_is_what_is_declared(name, monkeypatch):
     """Every quantisation of a forward and backward, by its block: also of dY, which leaves nothing behind."""
     decoder = tiny_decoder(tiny_config("qwen3"), get_recipe(name))
-    quantize, seen = linear.quantize_matrix, []
+    seen = []
 
-    def record(x, quant_block, *args, **options):
-        seen.append(quant_block)
-        return quantize(x, quant_block, *args, **options)
+    def recorded(quantize):
+        return lambda x, quant_block, *args, **options: (
+            seen.append(quant_block) or quantize(x, quant_block, *args, **options)
+        )
 
     layer = decoder.layers[1].down_proj
-    monkeypatch.setattr(linear, "quantize_matrix", record)
+    for name_of in ("quantize_matrix", "quantized_operand"):
+        monkeypatch.setattr(linear, name_of, recorded(getattr(linear, name_of)))
     x = torch.randn(5, layer.in_features, dtype=decoder.dtype, requires_grad=True)
     layer(x).sum().backward()
     node = declared("train", get_recipe(name)).node("model.layers.1.mlp.down_proj")

@@ -62,8 +62,9 @@ def assert_exact(decoder, groups, temperature, microbatch_tokens=9000):
     advantages = torch.zeros(len(groups), len(groups[0]))
     (batch,) = pack(groups, advantages, num_mini_batches=1, microbatch_tokens=microbatch_tokens, device="cuda")
     for microbatch in batch.microbatches:
+        logprobs = packed_logprobs(decoder, microbatch, temperature)[0].detach()  # as training runs, with a gradient
         with torch.no_grad():
-            logprobs, _ = packed_logprobs(decoder, microbatch, temperature)
+            assert torch.equal(logprobs, packed_logprobs(decoder, microbatch, temperature)[0])
         assert torch.equal(logprobs, microbatch.rollout_logprobs) and logprobs.abs().sum() > 0
 
 

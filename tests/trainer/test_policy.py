@@ -13,10 +13,11 @@ from tiny_models import (
     tiny_transformers,
 )
 
+from octavo.layers.attention import PackedAttention
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig
-from octavo.trainer.policy import packed_logprobs
+from octavo.trainer.policy import filled_up, packed_logprobs
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -67,6 +68,23 @@ def test_logprobs_are_the_engines(recipe):
     assert torch.equal(logprobs.detach(), microbatch.rollout_logprobs)
     reported = sorted(x for group in completions for completion in group for x in completion.rollout_logprobs)
     assert sorted(logprobs[microbatch.loss_mask].tolist()) == reported
+
+
+@pytest.mark.parametrize("lengths", [(200, 7, 30), (9, 4), (128,), (1,)])
+@pytest.mark.parametrize("recipe", ["block128", "tensorwise"])
+def test_what_fills_up_blocks_of_tokens_changes_nothing(recipe, lengths):
+    """Not even under one scale for all tokens."""
+    decoder = tiny_decoder(tiny_config("qwen3"), get_recipe(recipe))
+    T, cu_seqlens = sum(lengths), torch.tensor([0, *itertools.accumulate(lengths)])
+    tokens, positions = torch.randint(0, 50, (T,)), torch.cat([torch.arange(length) for length in lengths])
+    index, edges = filled_up(tokens, cu_seqlens)
+    assert len(index) % 128 == 0 and len(index) - T < 128 and torch.equal(index[:T], torch.arange(T))
+    assert edges[: len(cu_seqlens)].tolist() == cu_seqlens.tolist() and edges[-1] == len(index)
+    for start, stop in itertools.pairwise(edges[len(cu_seqlens) - 1 :].tolist()):
+        assert index[start:stop].tolist() == list(range(stop - start)) and 0 < stop - start <= lengths[0]
+    alone = decoder(tokens, positions, PackedAttention(cu_seqlens, decoder.recipe.kv_cache))
+    filled = decoder(tokens[index], positions[index], PackedAttention(edges, decoder.recipe.kv_cache))
+    assert torch.equal(filled[:T], alone)
 
 
 def gradients_of(recipe, family, microbatch, **changes):
