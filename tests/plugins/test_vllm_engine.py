@@ -149,9 +149,29 @@ def test_a_broken_transfer_names_what_is_served(run, monkeypatch):
     publish = engine.publish
     monkeypatch.setattr(engine, "publish", damaged)
     run.policy.requantize_(2)
-    with pytest.raises(ValueError, match="changed or vanished.*vLLM serves policy_version 0, from which no rollout of"):
+    with pytest.raises(
+        ValueError, match="changed or vanished.*No rollout of policy_version 2 is sampled; vLLM serves 0"
+    ):
         sample(run)
     assert run.engine.receiver.llm.loaded == [] and run.engine.receiver.policy_version == 0
+
+
+def test_a_vllm_that_fails_on_both_versions_serves_none(run, monkeypatch):
+    def fail(method, args):
+        raise RuntimeError(f"no room for {args[0].rpartition('/')[2]}.")
+
+    monkeypatch.setattr(run.engine.receiver.llm, "collective_rpc", fail)
+    run.policy.requantize_(2)
+    both = "no room for policy_2; and on policy_version 0: no room for policy_0. Start it again.*vLLM serves None"
+    with pytest.raises(ValueError, match=both):
+        sample(run)
+
+
+def test_a_cache_that_cannot_be_emptied_is_a_failure(run, monkeypatch):
+    monkeypatch.setattr(run.engine.receiver.llm, "reset_prefix_cache", lambda: len(run.engine.receiver.llm.loaded) > 1)
+    run.policy.requantize_(2)
+    with pytest.raises(ValueError, match="its prefix cache could not be emptied.*It serves policy_version 0 again"):
+        sample(run)
 
 
 def test_a_full_disk_is_named(run, monkeypatch):

@@ -104,18 +104,18 @@ class VLLMEngine:
         """Hand the decoder's weights over, if vLLM serves others.
 
         Raises:
-            ValueError: that failed; vLLM goes on with the version before.
+            ValueError: that failed; vLLM goes on with the version before if it can.
         """
-        if self.decoder.policy_version != self.receiver.policy_version:
-            before = self.receiver.served
-            assert before is not None
-            try:
-                self.receiver.load(self._publish())
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}. vLLM serves policy_version {self.receiver.policy_version}, from which no rollout of "
-                    f"policy_version {self.decoder.policy_version} is sampled"
-                ) from error
+        wanted, before = self.decoder.policy_version, self.receiver.served
+        if wanted == self.receiver.policy_version:
+            return
+        try:
+            self.receiver.load(self._publish())
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. No rollout of policy_version {wanted} is sampled; vLLM serves {self.receiver.policy_version}"
+            ) from error
+        if before is not None:
             shutil.rmtree(before)
 
     def _publish(self) -> Path:

@@ -21,6 +21,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.fp8_folder import SCALE, obstacles
 from octavo.plugins.vllm.scales import check_kept
 from octavo.rollout.vllm_config import supported_release
+from octavo.trainer.errors import reason
 from octavo.trainer.files import write_whole
 
 MANIFEST = "octavo_transfer.json"
@@ -86,22 +87,35 @@ class Receiver:
         """Reload the engine's weights in place and forget what it had computed from the old ones; their policy_version.
 
         Raises:
-            ValueError: the folder is incomplete or damaged, or vLLM fails on it or would quantise it again; the version
-                before is being served.
+            ValueError: the folder is incomplete or damaged, or vLLM fails on it or would quantise it again; the message
+                says which version is being served, that before if there is one.
         """
         folder = Path(folder)
         policy_version = _checked(folder)
         try:
             self._reload(folder)
-        except Exception as error:
-            if self.served is not None and self.served != folder:
-                self._reload(self.served)
-            raise ValueError(
-                f"vLLM fails on the weights of {folder}: {' '.join(str(error).split())[:300]}. "
-                + (f"It serves policy_version {self.policy_version} again" if self.served else "Start it again")
-            ) from error
+        except Exception as error:  # of vLLM, torch, safetensors
+            failure = f"vLLM fails on the weights of {folder}: {_line(error)}"
+            self._go_back(folder, failure)
+            raise ValueError(f"{failure}. It serves policy_version {self.policy_version} again") from error
         self.policy_version, self.served = policy_version, folder
         return policy_version
+
+    def _go_back(self, failed: Path, failure: str) -> None:
+        """Load the version before again, of which a failed load may have overwritten a part.
+
+        Raises:
+            ValueError: there is none, or vLLM fails on it too.
+        """
+        before, version = self.served, self.policy_version
+        self.served = self.policy_version = None
+        if before is None or before == failed:
+            raise ValueError(f"{failure}. Start it again")
+        try:
+            self._reload(before)
+        except Exception as error:
+            raise ValueError(f"{failure}; and on policy_version {version}: {_line(error)}. Start it again") from error
+        self.served, self.policy_version = before, version
 
     def _reload(self, folder: Path) -> None:
         self.llm.collective_rpc("octavo_reload", args=(str(folder),))
@@ -142,6 +156,10 @@ def _checked(folder: Path) -> int:
                 if name.endswith(SCALE):
                     check_kept(name, file.get_tensor(name))
     return policy_version
+
+
+def _line(error: Exception) -> str:
+    return reason(error).rstrip(".")[:300]
 
 
 def _digest(path: Path) -> str:
