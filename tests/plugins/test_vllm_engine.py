@@ -1,5 +1,6 @@
 """The engine's ways to fail, with a stand-in for vLLM: what real runs do is in tests/verl."""
 
+import os
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -67,8 +68,7 @@ def vllm(monkeypatch):
     deep_gemm.is_deep_gemm_e8m0_used = lambda: False
     for each in (module, utils, deep_gemm):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_LOGGING_LEVEL"):
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("os.environ", dict(os.environ))  # which the engine changes
     return module
 
 

@@ -137,6 +137,7 @@ class VLLMEngine:
         settings, recipe = self.settings, self.decoder.recipe
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # requests are stepped here, where a stop is seen
         os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "1" if recipe.scale_rounding == "power_of_two" else "0")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a trainer with threads cannot be forked
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import LLM
 
