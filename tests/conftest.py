@@ -19,6 +19,9 @@ REPO = Path(__file__).resolve().parents[1]
 # another busy process they made the suite five times slower.
 torch.set_num_threads(1)
 
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (count := torch.cuda.device_count()) > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % count)  # a GPU each
+
 
 @pytest.fixture(autouse=True)
 def seed():
@@ -34,6 +37,17 @@ def data_dir() -> Path:
     path = Path(os.environ.get("OCTAVO_DATA", REPO.parent / "shared" / "data"))
     if not path.is_dir():
         pytest.skip(f"no data sets at {path}; name their folder in OCTAVO_DATA")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The Hugging Face folder of SmolLM2-135M-Instruct that OCTAVO_SMOLLM2 names."""
+    named = os.environ.get("OCTAVO_SMOLLM2")
+    if not named:
+        pytest.skip("OCTAVO_SMOLLM2 does not name the Hugging Face folder of SmolLM2-135M-Instruct")
+    path = Path(named)
+    assert (path / "config.json").is_file(), f"OCTAVO_SMOLLM2={named} is no Hugging Face folder"
     return path
 
 

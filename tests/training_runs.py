@@ -61,7 +61,7 @@ def read_lines(file: Path) -> list[dict]:
 
 
 def without_times(lines: list[dict]) -> list[dict]:
-    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in lines]
+    return [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))} for line in lines]
 
 
 def same_run(folder: Path, other: Path) -> None:

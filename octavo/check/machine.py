@@ -93,7 +93,7 @@ def gpu_rows() -> Iterator[Row]:
             f"{size_text(free)} free of {size_text(total)}, driver {driver or 'unknown'}"
         )
         if capability[0] != CAPABILITY:
-            step = "take an H100 or H200; here device=cpu, or precision.recipe=fp32"
+            step = "take an H100 or H200; here kernels=reference, device=cpu, or precision.recipe=fp32"
             yield _row(f"GPU {index}", "WARN", f"{detail}; the kernels for BF16 and FP8 are for Hopper, 9.0", step)
         elif not HAS_TRITON:
             step = "pip install triton"

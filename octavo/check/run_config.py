@@ -15,27 +15,26 @@ from transformers import PretrainedConfig
 
 from octavo.check.back_ends import back_end_rows
 from octavo.check.machine import memory_bytes
-from octavo.check.memory import MemoryEstimate, estimate_memory, linears
 from octavo.check.rows import Row, Status, size_text
-from octavo.kernels.device import require_kernels
 from octavo.models.checkpoint import weight_files
 from octavo.models.config import DecoderConfig, read_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import Recipe
-from octavo.rl.gae import GAEConfig
 from octavo.rollout.vllm_config import VLLMConfig, supported_release
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import encode_messages, stop_token_ids
 from octavo.tasks.sandbox import refusal
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
-from octavo.trainer.critic import check_critic_vocabulary
 from octavo.trainer.errors import reason
+from octavo.trainer.memory import Planner, binary_size, planner
+from octavo.trainer.memory_advice import advice, free_bytes
+from octavo.trainer.memory_held import MemoryEstimate, linears
 from octavo.trainer.output import RunFolder
-from octavo.trainer.precision import declared_flow, rollout_shares_bytes
+from octavo.trainer.precision import declared_flow
 from octavo.trainer.problems import evaluated_tasks, overlap_text
-from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, use_device
+from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, prepare_device
 
 PROMPTS_TRIED = 200
 """Prompts of each split that are tokenised at least, evenly spread, if it has as many."""
@@ -53,22 +52,21 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
     yield _row("configuration", "OK", f"{path} loads; {config.trainer.num_steps} steps into {config.output_dir}")
     device_works = True
     try:
-        use_device(config.device)
-        require_kernels(config.device, config.precision.train_recipe().high_precision)
+        prepare_device(config)
         yield _row("device", "OK", config.device)
     except UNUSABLE as error:
         device_works = False
-        yield _fail("device", error, "set device=cpu, or another that the error leaves")
-    estimate = tokenizer = shape = None
+        yield _fail("device", error, "set device=cpu, or what else the error leaves")
+    plan = tokenizer = shape = None
     try:
         shape, hf_config = read_config(config.model.path)
         flow = declared_flow(config)
         yield flow_row(config, flow)
         if isinstance(config.rollout.engine, VLLMConfig):
             yield vllm_row(config.precision.rollout_recipe(), shape)
-        own_bytes = not rollout_shares_bytes(config, flow)
-        estimate = estimate_memory(config, shape, own_bytes, critic_shape(config, shape))
-        yield weights_row(config.model.path, shape, estimate.num_parameters)
+        plan_of = planner(config)
+        plan = plan_of(config)
+        yield weights_row(config.model.path, shape, plan.estimate.num_parameters)
         check_modules(config, shape, hf_config, config.precision.train_recipe())
         tokenizer = load_tokenizer(config.model.path)
         yield tokenizer_row(config, tokenizer, hf_config)
@@ -76,11 +74,11 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         yield _fail("model", error, "correct model.path or the key that is named")
     yield from task_rows(config, shape, tokenizer)
     yield output_row(config)
-    if estimate is not None:
-        yield disk_row(config, estimate)
+    if plan is not None:
+        yield disk_row(config, plan.estimate)
         if device_works:
-            yield memory_row(config, estimate)
-    if shape is not None and device_works and torch.device(config.device).type == "cuda":
+            yield plan_row(config, plan_of) if plan.phases else memory_row(config, plan.estimate)
+    if shape is not None and device_works and config.runs_kernels:
         yield from back_end_rows(shape, config.precision.rollout_recipe(), torch.device(config.device))
 
 
@@ -118,19 +116,6 @@ def vllm_row(rollout: Recipe, shape: DecoderConfig) -> Row:
         detail = f"{release} refuses FP8 weights of widths that are no multiple of 128, the first {refused[0]}"
         return _row("vLLM", "FAIL", detail, "set precision.rollout=bf16, or keep them in precision.keep_bf16")
     return _row("vLLM", "OK", release)
-
-
-def critic_shape(config: TrainConfig, shape: DecoderConfig) -> DecoderConfig | None:
-    """Of the critic's model; None without a critic.
-
-    Raises:
-        ValueError: its config cannot be read, or its vocabulary is smaller than the policy's.
-    """
-    if not isinstance(config.algorithm.advantage, GAEConfig):
-        return None
-    found = shape if config.critic.path is None else read_config(config.critic.path)[0]
-    check_critic_vocabulary(config, found.vocab_size, shape.vocab_size)
-    return found
 
 
 def check_modules(config: TrainConfig, shape: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe) -> None:
@@ -267,9 +252,9 @@ def disk_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
 
 
 def memory_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
-    """What the run holds at all times, against what is free on its device."""
-    device = torch.device(config.device)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else memory_bytes()[0]
+    """What the run holds at all times, against what is free; where activations are not planned."""
+    on_gpu = torch.device(config.device).type == "cuda"
+    free = free_bytes(config.device) if on_gpu else memory_bytes()[0]
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in estimate.parts.items())
     detail = f"{size_text(estimate.total_bytes)} and activations, of {size_text(free)} free ({parts})"
     step = "take a smaller model or another device, or lower rollout.engine.kv_cache_tokens"
@@ -277,6 +262,16 @@ def memory_row(config: TrainConfig, estimate: MemoryEstimate) -> Row:
         return _row("memory for the run", "FAIL", detail, step)
     if estimate.total_bytes > 0.8 * free:
         return _row("memory for the run", "WARN", detail, f"{step}: activations have little room")
+    return _row("memory for the run", "OK", detail)
+
+
+def plan_row(config: TrainConfig, plan_of: Planner) -> Row:
+    """The run's memory plan against what is free on its CUDA device."""
+    plan, free = plan_of(config), free_bytes(config.device)
+    plan_text = " ".join(line.strip() for line in plan.lines())
+    detail = f"{binary_size(plan.needed_bytes)} of {binary_size(free)} free; {plan_text}"
+    if plan.needed_bytes > free:
+        return _row("memory for the run", "FAIL", detail, advice(config, free, plan_of))
     return _row("memory for the run", "OK", detail)
 
 

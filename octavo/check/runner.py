@@ -12,6 +12,7 @@ from octavo.check.machine import environment_rows, machine_rows, package_rows
 from octavo.check.numerics import number_rows
 from octavo.check.rows import Row
 from octavo.check.run_config import config_rows
+from octavo.kernels.device import choose_kernels, suits_kernels
 
 
 def check_rows(config: Path | None, overrides: list[str]) -> Iterator[Row]:
@@ -20,6 +21,7 @@ def check_rows(config: Path | None, overrides: list[str]) -> Iterator[Row]:
     yield from package_rows()
     yield from environment_rows()
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        choose_kernels("by_device" if device == "cpu" or suits_kernels(device) else "reference")
         yield from number_rows(device)
         yield from exactness_rows(device)
     if config is not None:

@@ -45,6 +45,7 @@ def model(
     seed: Annotated[int, typer.Option(help="Of samples and random signs.")] = 0,
     chat_template: Annotated[ChatTemplate, typer.Option(help="auto, always or never.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    kernels: Annotated[Literal["by_device", "reference"], typer.Option(help="As in a run's config.")] = "by_device",
     output: Output = PAGE,
 ) -> None:
     """One batch under several recipes: noise, over-clipping, and the operation at which they part."""
@@ -68,6 +69,7 @@ def model(
         seed=seed,
         chat_template=chat_template,
         device=device,
+        kernels=kernels,
         **changes,
     )
     check_outputs(output)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.diagnose.diagnosis import Diagnosis, Finding, findings_of
 from octavo.diagnose.prompt_files import PromptRow, read_prompts
+from octavo.kernels.device import Kernels
 from octavo.layers.linear import quantized_layers
 from octavo.models.checkpoint import load_decoder
 from octavo.models.config import read_config
@@ -91,6 +92,8 @@ class ModelDiagnosis:
     """As in `encode_prompt`."""
     device: str = "cpu"
     """Where it runs."""
+    kernels: Kernels = "by_device"
+    """As in a run."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "group_size", "max_tokens"):
@@ -118,7 +121,7 @@ def diagnose_model(settings: ModelDiagnosis, display: Display) -> Diagnosis:
         ValueError: model or prompts are missing or do not fit.
     """
     started = time.perf_counter()
-    use_device(settings.device)
+    use_device(settings.device, settings.kernels)
     rows = read_prompts(settings.prompts, settings.num_prompts)
     bf16, completions = sampled(settings, rows, display)
     advantages = advantages_of(settings, rows, completions)
@@ -162,7 +165,7 @@ def diagnose_model(settings: ModelDiagnosis, display: Display) -> Diagnosis:
         "keys and values": f"{settings.kv_cache} beside FP8 weights",
         "masters": "dithered" if settings.dither else "as the checkpoint has them",
         "bounds": f"[{settings.clip.bounds().low:g}, {settings.clip.bounds().high:g}]",
-        "device": settings.device,
+        "device": settings.device if settings.kernels == "by_device" else f"{settings.device}, by the reference",
         "time": f"{time.perf_counter() - started:.0f} s",
     }
     return Diagnosis(

@@ -37,8 +37,9 @@ from octavo.kernels.cast_outputs import (
     tile_grid,
     tile_sizes,
 )
+from octavo.kernels.device import on_gpu
 from octavo.kernels.tile import in_words
-from octavo.kernels.triton_shim import on_gpu, triton
+from octavo.kernels.triton_shim import triton
 from octavo.numerics.fp8 import (
     BLOCK_1X128,
     BLOCK_128X128,

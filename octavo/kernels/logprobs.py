@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import lm_head
+from octavo.kernels.device import on_gpu
 from octavo.kernels.gemm import gemm
 from octavo.kernels.operands import Operand, grid_operand
-from octavo.kernels.triton_shim import INTERPRETED
 from octavo.numerics.exact import UNIT_BITS, unit_grid
 
 MAX_LOGITS_PER_CHUNK = 2**24
@@ -63,7 +63,7 @@ def sampling_weights(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest = logits.amax(dim=-1, keepdim=True)
     weights = unit_grid(torch.exp(logits - largest))
-    if logits.is_cuda or INTERPRETED:
+    if on_gpu(logits, "sampling"):
         return weights, lm_head.logsumexp_of(logits)
     return weights, largest.double() + torch.log(weights.sum(dim=-1, keepdim=True) * 2.0**-UNIT_BITS)
 
@@ -74,7 +74,7 @@ def chosen_logprobs(logits: Tensor, logsumexp: Tensor, tokens: Tensor) -> Tensor
 
 
 def _is_tiled(operand: Operand) -> bool:
-    """`grid_operand` leaves BF16 as it is on a GPU, and only there."""
+    """`grid_operand` leaves BF16 as it is for kernels, and only for them."""
     return operand.values.dtype == torch.bfloat16
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from octavo.kernels.cast import cast_1x128, cast_128x1, cast_rows
 from octavo.kernels.cast_outputs import BLOCK, COLUMN_TILE, UNPADDED, Padding, check_fused, outputs, tile_grid
+from octavo.kernels.device import on_gpu
 from octavo.kernels.norm_kernels import backward_kernel, norm_cast_kernel, norm_kernel, norm_transposed_kernel
 from octavo.kernels.tile import in_words
-from octavo.kernels.triton_shim import on_gpu, triton
+from octavo.kernels.triton_shim import triton
 from octavo.numerics.exact import mean_square, product_bits
 from octavo.numerics.fp8 import BLOCK_1X128, PER_ROW, QuantBlock, ScaleRounding
 

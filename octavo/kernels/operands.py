@@ -24,6 +24,7 @@ from octavo.kernels.cast import (
     cast_tensor,
 )
 from octavo.kernels.cast_outputs import GIVEN, UNPADDED, outputs, padded
+from octavo.kernels.device import runs_kernels
 from octavo.numerics.exact import K_BLOCK, block_edges, product_bits, to_grid
 from octavo.numerics.fp8 import (
     BLOCK_1X128,
@@ -115,8 +116,8 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.q.T, self.scale.T, self.column_edges, self.row_edges, self.quant_block[::-1])
 
     def operand(self) -> Operand:
-        """Ready for a product reduced over the columns: for kernels on a CUDA device, for the reference elsewhere."""
-        return kernel_operand(self) if self.q.is_cuda else self.reference_operand()
+        """Ready for a product reduced over the columns, by kernels or by the reference."""
+        return kernel_operand(self) if runs_kernels(self.q) else self.reference_operand()
 
     def reference_operand(self) -> Operand:
         """Ready for the reference's product reduced over the columns."""
@@ -146,7 +147,7 @@ def quantize_matrix(
         scale: [1, 1] fp32, a frozen scale for the whole matrix instead of one from its amax.
     """
     if scale is not None:
-        kernel = x.is_cuda and quant_block == PER_TENSOR and x.stride(1) == 1
+        kernel = runs_kernels(x) and quant_block == PER_TENSOR and x.stride(1) == 1
         q = cast_tensor(x, scale=scale)[0] if kernel else quantize_with_scale(x, scale, quant_block)
         return QuantizedMatrix(q, scale, [0, x.shape[0]], [0, x.shape[1]], quant_block)
     dim, splits = (1, column_splits) if column_splits is not None else (0, row_splits or [x.shape[0]])
@@ -239,7 +240,7 @@ def quantized_operand(
 
 def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
     """`quantize`, on a GPU by the kernel of the block shape; the bytes are the same."""
-    if not x.is_cuda:
+    if not runs_kernels(x):
         return quantize(x, quant_block, rounding)
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -266,10 +267,10 @@ def split_edges(splits: Sequence[int], block: int | None) -> Sequence[int]:
 def grid_operand(x: Tensor, block: int = K_BLOCK) -> Operand:
     """A matrix [rows, K] that is not quantised.
 
-    BF16 on a CUDA device as it is, for kernels; otherwise each row on an exact grid within each block of K.
+    BF16 as it is for kernels; otherwise each row on an exact grid within each block of K.
     """
     edges = block_edges(x.shape[1], block)
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if runs_kernels(x) and x.dtype == torch.bfloat16:
         return Operand(_filled(x, [0, x.shape[1]], 8), None, edges)
     bits = product_bits(block)
     return Operand(torch.cat([to_grid(piece, bits) for piece in x.split(block, dim=1)], dim=1), None, edges)

@@ -23,6 +23,7 @@ from octavo.kernels.cast_outputs import (
     tile_grid,
     tile_sizes,
 )
+from octavo.kernels.device import on_gpu
 from octavo.kernels.swiglu_kernels import (
     backward_cast_kernel,
     backward_kernel,
@@ -31,7 +32,7 @@ from octavo.kernels.swiglu_kernels import (
     swiglu_kernel,
 )
 from octavo.kernels.tile import in_words
-from octavo.kernels.triton_shim import on_gpu, triton
+from octavo.kernels.triton_shim import triton
 from octavo.numerics.fp8 import BLOCK_1X128, PER_ROW, QuantBlock, ScaleRounding
 
 ROWS, COLUMNS = 4, 1024

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK, LOG2_E, attention_kernel
-from octavo.kernels.triton_shim import on_gpu, triton
+from octavo.kernels.device import on_gpu
+from octavo.kernels.triton_shim import triton
 
 DECODE_ROWS = 16
 """Of a tile, where a query's heads fit and each sequence has one query."""

@@ -1,6 +1,6 @@
 """triton where it is installed; elsewhere stand-ins, so that files with kernels can be imported on any machine.
 
-A kernel runs for CUDA tensors only, and those need triton: `require_triton` says so once, before a launch.
+A kernel needs triton: `require_triton` says so once, before a launch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import importlib
 import importlib.util
 import os
 from typing import Any
-
-from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,11 +50,3 @@ def require_triton(what: str) -> None:
     """ValueError when a kernel is wanted and triton is not installed."""
     if not HAS_TRITON:
         raise ValueError(f"{what} on a CUDA tensor needs triton, which is not installed. pip install triton")
-
-
-def on_gpu(x: Tensor, what: str) -> bool:
-    """Whether `what` runs as a kernel: by the tensor's device. The interpreter runs kernels on CPU tensors, too."""
-    if x.is_cuda or INTERPRETED:
-        require_triton(what)
-        return True
-    return False

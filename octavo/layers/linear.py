@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from octavo.kernels.cast import cast_128x128
+from octavo.kernels.device import runs_kernels
 from octavo.kernels.gemm import product
 from octavo.kernels.operands import (
     Operand,
@@ -182,14 +183,9 @@ class FP8Linear(nn.Module):
     def fprop_and_save(self, x: Tensor) -> tuple[Tensor, QuantizedMatrix | Tensor]:
         """Y, and X as WGrad multiplies it; on a CUDA device one cast of X makes both where it can."""
         assert self.recipe.wgrad is not None, self.recipe.name
-        left, kept = self.recipe.fprop.left, self.recipe.saved_activations == "fp8"
-        dynamic = not self.recipe.static_activation_scale
-        if (
-            left is not None
-            and dynamic
-            and kept
-            and self._casts_once(x, [self.in_features], left, self.recipe.wgrad.right)
-        ):
+        left, right = self.recipe.fprop.left, self.recipe.wgrad.right
+        once = self.recipe.saved_activations == "fp8" and not self.recipe.static_activation_scale
+        if left is not None and once and self._casts_once(x, [self.in_features], left, right):
             along, across = quantize_both(x, left, self.recipe.scale_rounding, [self.in_features])
             return self.multiply(along), across
         saved = self.save_activation(x)
@@ -242,7 +238,7 @@ class FP8Linear(nn.Module):
     @property
     def uses_kernels(self) -> bool:
         """Whether products run on the tensor cores: on a CUDA device, in BF16 and FP8."""
-        return self.weight.is_cuda and self._dtype == torch.bfloat16
+        return runs_kernels(self.weight) and self._dtype == torch.bfloat16
 
     def gradient(self, grad_y: Tensor, recipe: GemmRecipe) -> QuantizedMatrix | Tensor:
         """dY [T, N] as DGrad or WGrad multiplies it."""

@@ -193,5 +193,6 @@ def subtract_kl(
     """
     mask = loss_mask.bool()
     costs = torch.where(mask, old_logprobs.double() - ref_logprobs.double(), 0.0)
-    to_come = [part.flip(0).cumsum(0).flip(0) for part in costs.split(cu_seqlens.diff().tolist())]
-    return torch.where(mask, advantages - coefficient * torch.cat(to_come), advantages).to(torch.float32)
+    parts = costs.cpu().split(cu_seqlens.diff().tolist())  # a GPU's running sums come in no fixed order
+    to_come = torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts]).to(costs.device)
+    return torch.where(mask, advantages - coefficient * to_come, advantages).to(torch.float32)

@@ -51,9 +51,8 @@ class Microbatch:
     @property
     def completion_positions(self) -> Tensor:
         """[T] int64, place of each token in its completion, from 0; negative in the prompt."""
-        in_prompt = (~self.loss_mask).double()
-        num_prompt = torch.bincount(self.sequence_index, weights=in_prompt, minlength=len(self.cu_seqlens) - 1)
-        return self.positions - num_prompt.long()[self.sequence_index]
+        num_prompt = torch.bincount(self.sequence_index[~self.loss_mask], minlength=len(self.cu_seqlens) - 1)
+        return self.positions - num_prompt[self.sequence_index]
 
     def to(self, device: torch.device | str) -> Microbatch:
         """The same microbatch on another device."""

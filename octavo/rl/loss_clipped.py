@@ -171,8 +171,8 @@ def m2po_bounds(ratio: Tensor, advantages: Tensor, loss_mask: Tensor, config: M2
     ratio, advantages = loss_tokens(loss_mask, ratio, advantages)
     up, down = (advantages > 0) & (ratio > 1), (advantages < 0) & (ratio < 1)
     squares = torch.log(ratio).square()
-    ordered = squares[up | down].sort().values
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    ordered = squares[up | down].sort().values.cpu()  # a GPU's running sums come in no fixed order
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
     over = ordered[means > config.budget]  # means of an ascending order ascend
     if len(over):
         up, down = up & (squares < over[0]), down & (squares < over[0])

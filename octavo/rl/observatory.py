@@ -251,4 +251,5 @@ def group_metrics(rewards: Tensor) -> dict[str, float]:
 def _answers(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens of each completion [A] int64, and the mean of its values [A] float64; NaN where it has none."""
     counts = torch.bincount(index)
-    return counts, torch.bincount(index, weights=values) / counts
+    sums = torch.bincount(index.cpu(), weights=values.cpu())  # a GPU adds in whatever order its threads come
+    return counts, sums.to(counts.device) / counts

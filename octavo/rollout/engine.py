@@ -12,6 +12,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from octavo.kernels.device import runs_kernels
+from octavo.kernels.triton_attention import has_kernel
 from octavo.models.decoder import Decoder
 from octavo.rollout import scheduler
 from octavo.rollout.decode import DecodeSteps
@@ -39,9 +41,9 @@ class EngineConfig:
     max_prefill_tokens: int = 8192
     """Most new tokens in one prefill step."""
     decode_steps: int = 8
-    """Decode steps in a row on a GPU before the host looks which completions have ended. On a CPU it is 1."""
+    """Decode steps in a row before the host looks which completions have ended, where kernels run; else 1."""
     cuda_graphs: bool = True
-    """Run decode steps as CUDA graphs, on a GPU."""
+    """Run decode steps as CUDA graphs, where kernels run."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "kv_cache_tokens", "max_sequences", "max_prefill_tokens", "decode_steps"):
@@ -110,7 +112,8 @@ class Engine:
             decoder.recipe.kv_cache,
             self.device,
         )
-        self.decode_steps = config.decode_steps if self.device.type == "cuda" else 1
+        kernels = runs_kernels(self.cache.k) and has_kernel(self.cache.k)  # the reference reads positions on the host
+        self.decode_steps = config.decode_steps if kernels else 1
         self.decode = DecodeSteps(
             decoder,
             self.cache,
@@ -118,7 +121,7 @@ class Engine:
             max_sequences=config.max_sequences,
             max_tokens=decoder.max_tokens,
             max_steps=config.decode_steps,
-            graphs=config.cuda_graphs and self.device.type == "cuda",
+            graphs=config.cuda_graphs and kernels,
         )
         self.num_preemptions = 0
         """Of the last `generate`."""

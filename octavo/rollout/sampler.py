@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.kernels.device import on_gpu
 from octavo.kernels.lm_head import logsumexp_of
 from octavo.kernels.logprobs import chosen_logprobs, sampling_weights
 from octavo.kernels.sampling import draw_tokens
-from octavo.kernels.triton_shim import on_gpu
 from octavo.rollout.counter import uniform_bits
 
 

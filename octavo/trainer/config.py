@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from octavo.kernels.device import Kernels
 from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from octavo.rl.calibration_config import ExactCalibration, GridCalibration, SymmetricCalibration
 from octavo.rl.calibration_losses import plain_bounds, refusal, scale_of
@@ -233,6 +234,8 @@ class TrainConfig:
     """Of the problem order, the samples and the dither."""
     device: str = "cpu"
     """Where the decoder runs, as torch names it."""
+    kernels: Kernels = "by_device"
+    """by_device: on a Hopper GPU kernels, on a CPU the reference; reference: it on any GPU, too, in plain torch."""
     model: ModelConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     task: ArithmeticConfig | GSM8KConfig | DatasetConfig | ReasoningGymConfig | MixtureConfig
@@ -348,6 +351,11 @@ class TrainConfig:
         if self.calibration is None:
             return plain_bounds(loss, self.algorithm.clip)
         return self.calibration.start_bounds(scale_of(loss))
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether kernels work rather than the reference."""
+        return self.device.startswith("cuda") and self.kernels == "by_device"
 
     @property
     def max_tokens(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.layers.attention import PackedAttention
 from octavo.models.checkpoint import load_decoder
+from octavo.models.config import DecoderConfig, read_config
 from octavo.models.critic import Critic
 from octavo.numerics.recipe import get_recipe
 from octavo.rl.batch import Microbatch, MiniBatch
@@ -73,6 +74,19 @@ def check_critic_vocabulary(config: TrainConfig, size: int, policy_size: int) ->
             f"critic.path={config.critic.path!r} has {size} tokens, and the policy's vocabulary has {policy_size}: it "
             f"cannot read its completions. Give a model of the same tokenizer"
         )
+
+
+def critic_shape(config: TrainConfig, shape: DecoderConfig) -> DecoderConfig | None:
+    """Of the critic's model; None without a critic.
+
+    Raises:
+        ValueError: its config cannot be read, or its vocabulary is smaller than the policy's.
+    """
+    if not isinstance(config.algorithm.advantage, GAEConfig):
+        return None
+    found = shape if config.critic.path is None else read_config(config.critic.path)[0]
+    check_critic_vocabulary(config, found.vocab_size, shape.vocab_size)
+    return found
 
 
 def updates_per_step(config: TrainConfig) -> int:

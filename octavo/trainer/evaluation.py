@@ -26,7 +26,7 @@ from octavo.trainer.progress import RolloutState, weights_fingerprint
 from octavo.trainer.run import EVALUATION, Run, VLLMFactory, load_run, model_fingerprint, problems_fingerprint
 from octavo.trainer.scoring import Scoring
 
-DEPENDS_ON = ("seed", "device", "model", "precision", "task", "rollout", "evaluation")
+DEPENDS_ON = ("seed", "device", "kernels", "model", "precision", "task", "rollout", "evaluation")
 """Sections and keys of the config that a completion of the evaluation depends on."""
 
 

@@ -1,4 +1,4 @@
-"""What a run shows: one console line a step, progress bars, seconds by phase."""
+"""What a run shows: one console line a step, progress bars, seconds and bytes by phase."""
 
 from __future__ import annotations
 
@@ -7,28 +7,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class StepClock:
-    """Seconds spent in the phases of one step."""
+    """Seconds spent in the phases of one step, and on a CUDA device the most bytes that tensors took.
 
-    def __init__(self) -> None:
+    Args:
+        device: where the step runs.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
         self.started = time.perf_counter()
+        self.device = torch.device(device)
         self.metrics: dict[str, float] = {}
+        self._open: list[str] = []
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time inside to `time/<name>_s`."""
+        """Add the time inside to `time/<name>_s`; its most bytes are `memory/<name>_gib`."""
+        self._note_peak()
+        self._open.append(name)
         start = time.perf_counter()
         yield
         key = f"time/{name}_s"
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+        self._note_peak()
+        self._open.pop()
 
     def finish(self) -> dict[str, float]:
-        """All phases, and `time/step_s`."""
+        """All phases, and `time/step_s`; on a CUDA device `memory/held_gib`, what is left after the step."""
+        self._note_peak()
+        if self.device.type == "cuda":
+            self.metrics["memory/held_gib"] = torch.cuda.memory_allocated(self.device) / 2**30
         return {**self.metrics, "time/step_s": time.perf_counter() - self.started}
+
+    def _note_peak(self) -> None:
+        """The most bytes since this was last asked: of the step, and of every phase that is open."""
+        if self.device.type != "cuda":
+            return
+        gib = torch.cuda.max_memory_allocated(self.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(self.device)
+        for name in ("peak", *self._open):
+            key = f"memory/{name}_gib"
+            self.metrics[key] = max(self.metrics.get(key, 0.0), gib)
 
 
 class Display:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.device import runs_kernels
 from octavo.kernels.operands import TOKEN_BLOCK
 from octavo.layers.attention import PackedAttention
 from octavo.models.decoder import Decoder
@@ -74,7 +75,7 @@ def _logprobs(decoder: Decoder, microbatch: Microbatch, temperature: float, shad
     kv_format = decoder.recipe.high_precision if shadow else decoder.recipe.kv_cache
     tokens, positions, cu_seqlens = microbatch.tokens, microbatch.positions, microbatch.cu_seqlens
     sampled = microbatch.loss_mask.nonzero().squeeze(1)
-    if tokens.is_cuda:
+    if runs_kernels(tokens):
         index, cu_seqlens = filled_up(tokens, cu_seqlens)
         tokens, positions = tokens[index], positions[index]
     hidden = decoder(tokens, positions, PackedAttention(cu_seqlens, kv_format), shadow=shadow)

@@ -25,6 +25,7 @@ from octavo.trainer.checkpoint import (
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import differences, from_dict, to_dict
 from octavo.trainer.critic import CriticLearner, updates_per_step
+from octavo.trainer.memory import MemoryPlan
 from octavo.trainer.metrics import StepClock
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.output import RunFolder
@@ -105,6 +106,7 @@ class Session:
     reference: Decoder | None
     folder: RunFolder
     progress: Progress
+    plan: MemoryPlan
     critic: CriticLearner | None = None
 
     _saved: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
+from octavo.kernels.device import Kernels, choose_kernels, require_kernels, runs_kernels
 from octavo.models.checkpoint import load_decoder, weight_files
 from octavo.models.decoder import Decoder
 from octavo.models.observed import check_observed, packed_cache
@@ -141,7 +142,7 @@ def load_run(config: TrainConfig, display: Display, vllm: VLLMFactory | None = N
     Raises:
         ValueError: something is missing or does not fit; one line says what, and what to do.
     """
-    use_device(config.device)
+    prepare_device(config)
     flow = declared_flow(config)
     flow.check(config.precision.allow_mismatch)
     tokenizer = load_tokenizer(config.model.path)
@@ -237,8 +238,19 @@ def check_isolation(config: TrainConfig, verifiers: VerifierPool, display: Displ
     display.line(f"warning: programs in completions run without isolation ({why}); they can reach files and network")
 
 
-def use_device(name: str) -> None:
-    """Make a device the one that kernels run on; refuse one that torch does not know or does not have.
+def prepare_device(config: TrainConfig) -> None:
+    """Use the run's device and choice of kernels.
+
+    Raises:
+        ValueError: torch does not have it, or kernels were chosen that do not run on it.
+    """
+    use_device(config.device, config.kernels)
+    for recipe in (config.precision.train_recipe(), config.precision.rollout_recipe()):
+        require_kernels(config.device, recipe.high_precision)
+
+
+def use_device(name: str, kernels: Kernels = "by_device") -> None:
+    """Make a device the one that kernels run on, if they are to; refuse one that torch does not know or does not have.
 
     Raises:
         ValueError: names it and what there is.
@@ -255,6 +267,7 @@ def use_device(name: str) -> None:
         raise ValueError(f"device={name!r} holds no numbers. Use cpu, or cuda where there is a GPU")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+    choose_kernels(kernels)
 
 
 def check_vocabulary(prompts: Sequence[Sequence[int]], vocab_size: int, path: str) -> None:
@@ -277,7 +290,7 @@ def describe(policy: Decoder) -> str:
     num_parameters = sum(parameter.numel() for parameter in policy.parameters())
     kept = "nothing is FP8" if not recipe.quantizes else f"{recipe.high_precision}: {', '.join(recipe.keep_bf16)}"
     device = policy.embed_tokens.device
-    kernels = device.type == "cuda" and recipe.high_precision == "bf16"
+    kernels = runs_kernels(policy.embed_tokens) and recipe.high_precision == "bf16"
     simulated = "FP8 simulated by exact sums on" if recipe.quantizes else "exact sums on"
     products = "products on the tensor cores of" if kernels else simulated
     return (

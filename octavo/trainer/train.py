@@ -19,6 +19,7 @@ from octavo.trainer.divergence import Diagnosed, Diverged, StepRecord, save_diag
 from octavo.trainer.evaluation import evaluate
 from octavo.trainer.interrupt import Interrupted, StopRequested
 from octavo.trainer.loop import train_step
+from octavo.trainer.memory_advice import planned
 from octavo.trainer.metrics import Display, StepClock
 from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress, RolloutState
@@ -57,7 +58,10 @@ def train(
         point = find_resume_point(folder, config, allow_changes) if resume else None
         if not resume:
             folder.check(config)
+        plan = planned(config)
         run = load_run(config, display, vllm)
+        for line in plan.lines():
+            display.line(line)
         run.check_problems()
         run.check_rewards()
         session = Session(
@@ -67,6 +71,7 @@ def train(
             folder=folder,
             progress=Progress(bounds=config.start_bounds(), watch=first_watch(config.calibration)),
             critic=load_critic(run),
+            plan=plan,
         )
         open_folder(session, point, resume, allow_changes)
         start_step = session.progress.next_step - (session.progress.pending is not None)
@@ -148,7 +153,7 @@ def one_step(session: Session) -> dict[str, Any]:
         ValueError: the step diverged; the diagnosis is in the run's folder.
     """
     run, progress = session.active_run, session.progress
-    record = StepRecord(step=progress.next_step)
+    record = StepRecord(step=progress.next_step, clock=StepClock(run.config.device))
     before = RolloutState.take(session.observing)
     metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
     try:
@@ -168,7 +173,8 @@ def one_step(session: Session) -> dict[str, Any]:
         session.folder.audit.add(progress.next_step, record.audited, run.config.verifier.audit_samples)
     except ValueError as error:
         run.display.line(f"warning: {error}")
-    return {"metrics": metrics | session.checkpoint_time() | record.clock.finish(), "samples": record.samples}
+    metrics |= session.checkpoint_time() | record.clock.finish() | session.plan.metrics()
+    return {"metrics": metrics, "samples": record.samples}
 
 
 @contextmanager
@@ -184,12 +190,14 @@ def diagnosed(session: Session, record: StepRecord) -> Iterator[None]:
 
 def evaluate_pending(session: Session) -> bool:
     """Add an evaluation to the metrics that are not written yet; whether its accuracy is the run's best."""
-    progress, clock = session.progress, StepClock()
+    progress, clock = session.progress, StepClock(session.run.config.device)
     assert progress.pending is not None
     with clock.phase("evaluate"), diagnosed(session, StepRecord(step=progress.next_step - 1)):
         evaluation = evaluate(session.active_run)
     metrics = progress.pending["metrics"]
+    peaks = [found["memory/peak_gib"] for found in (metrics, clock.metrics) if "memory/peak_gib" in found]
     metrics |= evaluation | clock.metrics
+    metrics |= {"memory/peak_gib": max(peaks)} if peaks else {}
     metrics["time/step_s"] += clock.metrics["time/evaluate_s"]
     improved = evaluation["eval/accuracy"] > progress.best_accuracy
     progress.best_accuracy = max(progress.best_accuracy, evaluation["eval/accuracy"])

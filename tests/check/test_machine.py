@@ -56,7 +56,7 @@ def test_a_gpu_that_the_kernels_are_not_for_is_told(capability, status, monkeypa
     assert row.status == status
     for text in ("Some GPU", f"{capability[0]}.{capability[1]}", "30.0 GB free of 40.0 GB", "driver 580.1"):
         assert text in row.detail
-    assert ("take an H100 or H200; here device=cpu" in row.next_step) == (status == "WARN")
+    assert ("take an H100 or H200; here kernels=reference, device=cpu" in row.next_step) == (status == "WARN")
 
 
 def test_a_gpu_without_triton_is_told(monkeypatch):

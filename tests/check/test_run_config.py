@@ -5,6 +5,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from octavo import cli
 from octavo.check import run_config, runner
 from octavo.check.rows import Row
 from octavo.check.run_config import config_rows, sandbox_row
+from octavo.kernels.device import choose_kernels, runs_kernels
 from octavo.models.config import read_config
 from octavo.numerics.recipe import get_recipe
+from octavo.trainer import run as training_run
+from octavo.trainer.memory import binary_size
 
 REPO = Path(__file__).resolve().parents[2]
 TINY_MODEL = REPO / "examples/tiny/model"
@@ -108,6 +112,17 @@ def test_little_memory_and_disk(tmp_path, monkeypatch):
     assert check(tmp_path)["disk"].status == "FAIL"
 
 
+@pytest.mark.parametrize("free, status", [(2**31, "OK"), (10**9, "FAIL")])
+def test_a_memory_plan_is_held_against_the_card(free, status, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_config, "prepare_device", lambda config: None)
+    monkeypatch.setattr(run_config, "free_bytes", lambda device: free)
+    monkeypatch.setattr(run_config, "back_end_rows", lambda *_: iter(()))
+    row = check(tmp_path, "device=cuda")["memory for the run"]
+    assert row.status == status and f"of {binary_size(free)} free; memory plan: " in row.detail
+    assert "FP32 masters 6.9 MiB" in row.detail and "in rollout also prefill" in row.detail
+    assert status == "OK" or "rollout.engine.max_sequences=16 saves" in row.next_step
+
+
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["octavo", "check", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
@@ -158,12 +173,27 @@ def test_a_model_is_held_to_what_training_reads(tmp_path):
 
 
 def test_a_gpu_that_the_kernels_are_not_for_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_config, "use_device", lambda name: None)
+    monkeypatch.setattr(training_run, "use_device", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     rows = check(tmp_path, "device=cuda")  # and nothing is launched there
     assert rows["device"].status == "FAIL" and "NVIDIA A100 has 8.0" in rows["device"].detail
+
+
+@pytest.mark.parametrize("capability, by_kernels", [((8, 9), False), ((9, 0), True)])
+def test_the_numbers_of_a_gpu_are_those_of_what_would_run_there(capability, by_kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for rows in ("machine_rows", "package_rows", "environment_rows"):
+        monkeypatch.setattr(runner, rows, lambda: [])
+    monkeypatch.setattr(runner, "number_rows", lambda device: [])
+    seen = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(runner, "exactness_rows", lambda device: [(device, runs_kernels(seen))])
+    try:
+        assert list(runner.check_rows(None, [])) == [("cpu", True), ("cuda", by_kernels)]
+    finally:
+        choose_kernels("by_device")
 
 
 def test_what_the_system_refuses_is_a_row(tmp_path):

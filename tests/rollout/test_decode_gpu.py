@@ -4,68 +4,19 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from gpu_models import RECIPES, SHAPES, VOCAB, assert_exact, decoder_of, prompts_of, update_
+from tiny_models import lay_end_to_end
 
-from octavo.models.config import decoder_config
-from octavo.models.decoder import Decoder
-from octavo.numerics.recipe import get_recipe
-from octavo.rl.batch import pack
+from octavo.layers.attention import PackedAttention
 from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import NonFiniteLogits, SamplingConfig
-from octavo.trainer.policy import packed_logprobs
 
 pytestmark = pytest.mark.gpu
-
-VOCAB = 8192
-SHAPES = {
-    "qwen3-8b": (Qwen3Config, 4096, 12288, 32, 8, 128),
-    "llama3-8b": (LlamaConfig, 4096, 14336, 32, 8, 128),
-    "qwen2.5-0.5b": (Qwen2Config, 896, 4864, 14, 2, 64),
-    "smollm2": (LlamaConfig, 576, 1536, 9, 3, 64),
-}
-"""Class, hidden and intermediate size, heads, KV heads, head width; two layers of each."""
-RECIPES = ["block128", "w8a16", "rowwise", "tensorwise_static", "bf16"]
-
-
-def decoder_of(shape, recipe, **changes):
-    cls, width, inner, heads, kv_heads, head_dim = SHAPES[shape]
-    config = cls(
-        vocab_size=VOCAB, hidden_size=width, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, max_position_embeddings=9216, tie_word_embeddings=False,
-    )  # fmt: skip
-    decoder = Decoder(decoder_config(config), config, get_recipe(recipe, **changes)).cuda()
-    update_(decoder, 0)
-    return decoder
-
-
-@torch.no_grad()
-def update_(decoder, seed):
-    """Other weights, as after an optimiser step; the bytes are written in place."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator, device="cuda")
-        parameter.copy_(1.0 + 0.2 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
-    decoder.requantize_()
 
 
 def engine_of(decoder, graphs, steps, **settings):
     settings = {"kv_cache_tokens": 65536, "page_size": 16} | settings
     return Engine(decoder, EngineConfig(cuda_graphs=graphs, decode_steps=steps, **settings), [1, 5])
-
-
-def prompts_of(count, longest, seed=0):
-    rng = random.Random(seed)
-    return [[rng.randrange(2, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
-
-
-def assert_exact(decoder, groups, temperature, microbatch_tokens=9000):
-    advantages = torch.zeros(len(groups), len(groups[0]))
-    (batch,) = pack(groups, advantages, num_mini_batches=1, microbatch_tokens=microbatch_tokens, device="cuda")
-    for microbatch in batch.microbatches:
-        logprobs = packed_logprobs(decoder, microbatch, temperature)[0].detach()  # as training runs, with a gradient
-        with torch.no_grad():
-            assert torch.equal(logprobs, packed_logprobs(decoder, microbatch, temperature)[0])
-        assert torch.equal(logprobs, microbatch.rollout_logprobs) and logprobs.abs().sum() > 0
 
 
 @pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
@@ -113,6 +64,30 @@ def test_long_sequences_are_exact(kv_cache):
     assert_exact(decoder, engine.generate(prompts, SamplingConfig(), max_completion_tokens=64, seed=2), 1.0)
     prompts = [[rng.randrange(2, VOCAB) for _ in range(8100)] for _ in range(4)]
     assert_exact(decoder, engine.generate(prompts, SamplingConfig(), max_completion_tokens=64, seed=2), 1.0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape, kv_cache", [("qwen3-8b", "fp8"), ("smollm2", "bf16"), ("smollm2", "fp8")])
+def test_packing_never_changes_a_sequences_bits(shape, recipe, kv_cache):
+    decoder = decoder_of(shape, recipe, kv_cache=kv_cache)
+    rng = random.Random(0)
+    sequences = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1500, 2, 129, 64, 700, 3, 65, 1900, 31)]
+    whole = logprobs_of(decoder, sequences)  # 4,394 tokens: the library's products, where they are equal to ours
+    assert all(len(row) == len(sequence) - 1 for row, sequence in zip(whole, sequences, strict=True))
+    order = rng.sample(range(len(sequences)), len(sequences))
+    for some in (order, order[:4], *([index] for index in order)):
+        for index, found in zip(some, logprobs_of(decoder, [sequences[index] for index in some]), strict=True):
+            wrong = (found != whole[index]).sum().item()
+            assert not wrong, f"{wrong} of {len(found)} differ for sequence {index} packed as {some}"
+    assert min(row.min().item() for row in whole) < -3.0
+
+
+def logprobs_of(decoder, sequences):
+    """Of each token but the first, packed in this order, as training runs."""
+    tokens, positions, boundaries = (x.cuda() for x in lay_end_to_end(sequences))
+    hidden = decoder(tokens, positions, PackedAttention(boundaries, decoder.recipe.kv_cache))
+    logprobs, _ = decoder.logprobs(hidden, tokens.roll(-1), 0.8)
+    return [row[:-1] for row in logprobs.detach().split([len(sequence) for sequence in sequences])]
 
 
 def test_a_changed_byte_shows_in_a_graphs_replay():

@@ -12,9 +12,12 @@ from octavo.trainer.optimizer import Optimizer
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("recipe", ["block128", "tensorwise_static", "bf16"])
-def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(recipe, tmp_path, monkeypatch):
-    settings = {"device": "cuda", "precision__recipe": recipe, "optimizer__lr": 2e-4, "evaluation__interval": 2}
+@pytest.mark.parametrize(
+    "recipe, kv_cache", [("block128", "fp8"), ("w8a16", "fp8"), ("tensorwise_static", "fp8"), ("bf16", "bf16")]
+)
+def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not(recipe, kv_cache, tmp_path, monkeypatch):
+    precision = {"recipe": recipe, "kv_cache": kv_cache}
+    settings = {"device": "cuda", "precision": precision, "optimizer__lr": 2e-4, "evaluation__interval": 2}
     config = tiny_config(tmp_path / "stopped", **settings)
     with monkeypatch.context() as patch:
         signal_at(patch, Optimizer, "step", 3, signal.SIGTERM)

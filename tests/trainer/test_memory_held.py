@@ -1,9 +1,10 @@
 """The estimate against a decoder that is really built."""
 
 import pytest
+import torch
 from tiny_models import tiny_config, tiny_decoder
 
-from octavo.check.memory import estimate_memory, linears
+from octavo.layers.attention import PackedAttention
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import decoder_config
 from octavo.models.critic import Critic
@@ -11,6 +12,7 @@ from octavo.numerics.recipe import get_recipe
 from octavo.rollout.kv_cache import KVCache
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import from_dict
+from octavo.trainer.memory_held import estimate_memory, linears
 from octavo.trainer.reference import Reference
 
 BASE = {"output_dir": "runs/x", "model": {"path": "x"}, "task": {"type": "arithmetic"}}
@@ -106,11 +108,16 @@ def test_a_reference_of_its_own_is_what_calibration_holds_beside_the_masters(ref
 
 
 def test_a_ratio_from_an_fp32_shadow_adds_its_copies():
-    shape = decoder_config(tiny_config("llama"))
+    config = tiny_config("llama")
     shadowed = {**BASE, "algorithm": {"ratio_from": "fp32_shadow"}, "calibration": None}
-    estimate = estimate_memory(from_dict(TrainConfig, shadowed, "test"), shape, two_forwards=False)
-    fp32 = estimate_memory(from_dict(TrainConfig, {**BASE, "precision": {"recipe": "fp32"}}, "test"), shape, False)
-    assert estimate.parts["FP32 shadow"] == fp32.parts["fp32 bytes"] + fp32.parts["operands"] > 0
+    estimate = estimate_memory(from_dict(TrainConfig, shadowed, "test"), decoder_config(config), two_forwards=False)
+    twin = tiny_decoder(config, get_recipe("block128")).with_recipe(get_recipe("fp32"))
+    tokens = torch.arange(5)
+    hidden = twin(tokens, tokens, PackedAttention(torch.tensor([0, 5]), "fp32"), shadow=True)
+    twin.logprobs(hidden, tokens, 1.0)
+    stored = [b for name, b in twin.named_buffers() if not name.endswith(SMALL)]
+    assert not any(layer._cache for layer in quantized_layers(twin)), "an operand is kept"
+    assert estimate.parts["FP32 shadow"] == size([*stored, twin._head[1].values])
 
 
 def test_bf16_steps_as_a_rescue_add_their_weights_and_cache():
@@ -125,7 +132,8 @@ def test_bf16_steps_as_a_rescue_add_their_weights_and_cache():
 
 @pytest.mark.parametrize("recipe", ["block128", "w8a16", "rowwise", "bf16"])
 def test_kernels_on_a_gpu_read_the_stored_bytes(recipe):
-    shape = decoder_config(tiny_config("llama"))
+    widths = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # whole blocks
+    shape = decoder_config(tiny_config("llama", **widths))
     run = from_dict(TrainConfig, {**BASE, "precision": {"recipe": recipe}, "device": "cuda"}, "test")
     on_cpu = from_dict(TrainConfig, {**BASE, "precision": {"recipe": recipe}}, "test")
     here, there = (estimate_memory(config, shape, two_forwards=False).parts for config in (run, on_cpu))

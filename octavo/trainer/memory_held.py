@@ -12,10 +12,11 @@ from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.calibration_config import EMAReference, SnapshotReference
 from octavo.rollout.engine import EngineConfig
 from octavo.trainer.config import TrainConfig
+from octavo.trainer.memory_passes import DecoderPass
 
 OPERAND_BYTES = 8
 """The reference multiplies weights in float64 and keeps them ready from one optimiser step to the next. Kernels on a
-GPU read the stored bytes, and for the backward a transposed copy."""
+GPU read the stored bytes, or a copy with whole blocks, and for the backward a transposed one."""
 FORMAT_BYTES = {"fp8": 1, "bf16": 2, "fp32": 4}
 
 
@@ -51,38 +52,38 @@ def estimate_memory(
     """
     train, rollout = config.precision.train_recipe(), config.precision.rollout_recipe()
     num_parameters = count_parameters(shape)
-    on_gpu = config.device.startswith("cuda")
+    on_gpu = config.runs_kernels
     forward = forward_bytes(shape, train, on_gpu)
     parts = {
         "FP32 masters": 4 * num_parameters,
         "gradients": 4 * num_parameters,
         "AdamW": 8 * num_parameters,
         f"{train.name} bytes": forward.stored,
-        "operands": forward.operands + forward.backward,
+        "operands": forward.operands + forward.head + forward.backward,
         **engine_bytes(config, shape, rollout),
     }
     if two_forwards:
         twin = forward_bytes(shape, rollout, on_gpu)
-        parts["the rollout's own bytes"] = twin.stored + twin.operands
+        parts["the rollout's own bytes"] = twin.stored + twin.operands + twin.head
     if config.algorithm.kl.coefficient > 0.0:
-        parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands
+        parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands + forward.head
     if config.calibration is not None and isinstance(config.calibration.reference, EMAReference | SnapshotReference):
         copy = forward_bytes(shape, get_recipe("bf16"), on_gpu)
         parts["calibration's reference"] = 4 * num_parameters + copy.stored
     if config.algorithm.loss_shadow == "fp32_shadow":
         twin = forward_bytes(shape, get_recipe("fp32"), on_gpu)
-        parts["FP32 shadow"] = twin.stored + twin.operands
+        parts["FP32 shadow"] = twin.stored + twin.head  # which reads the masters, and keeps none of them ready
     if config.watch is not None and config.watch.action == "bf16_forward":
         bf16 = get_recipe("bf16")
         twin = forward_bytes(shape, bf16, on_gpu)
-        parts["rescue in BF16"] = twin.stored + twin.operands + sum(engine_bytes(config, shape, bf16).values())
+        rescue = twin.stored + twin.operands + twin.head + sum(engine_bytes(config, shape, bf16).values())
+        parts["rescue in BF16"] = rescue
     num_critic_parameters = 0
     if critic_shape is not None:
         critic_shape = replace(critic_shape, tied_embeddings=True)  # its lm_head is dropped
         num_critic_parameters = count_parameters(critic_shape) + critic_shape.hidden_size + 1
         critic = forward_bytes(critic_shape, get_recipe(config.critic.recipe), on_gpu)
-        head = OPERAND_BYTES * critic_shape.vocab_size * critic_shape.hidden_size if critic.operands else 0
-        prepared = critic.operands - head + critic.backward
+        prepared = critic.operands + critic.backward  # its head is no lm_head
         parts["critic"] = 16 * num_critic_parameters + critic.stored + prepared
     high = FORMAT_BYTES[train.high_precision]
     return MemoryEstimate(
@@ -105,7 +106,9 @@ class ForwardBytes:
     stored: int
     """FP8 bytes and high-precision copies of the weights."""
     operands: int
-    """Weights prepared for the forward's products."""
+    """Weights of layers prepared for the forward's products."""
+    head: int
+    """lm_head, likewise."""
     backward: int
     """Weights prepared for the backward's."""
 
@@ -120,10 +123,18 @@ def forward_bytes(shape: DecoderConfig, recipe: Recipe, on_gpu: bool) -> Forward
     copies = 1 if recipe.dgrad is None or recipe.dgrad.right == recipe.fprop.right else 2
     stored = quantized * copies + (linear - quantized + _vocabulary(shape)) * high
     if on_gpu and recipe.high_precision == "bf16":
-        return ForwardBytes(stored=stored, operands=0, backward=quantized)
+        layers = DecoderPass(shape=shape, recipe=recipe, num_tokens=1, num_scored=0).layers
+        passes = [each for layer in layers for each in layer.linears]
+        return ForwardBytes(
+            stored=stored,
+            operands=sum(each.forward_copy for each in passes),
+            head=0,
+            backward=sum(each.backward_copy for each in passes),
+        )
     return ForwardBytes(
         stored=stored,
-        operands=OPERAND_BYTES * (linear + shape.vocab_size * shape.hidden_size),  # the head is one, not the embedding
+        operands=OPERAND_BYTES * linear,
+        head=OPERAND_BYTES * shape.vocab_size * shape.hidden_size,
         backward=FORMAT_BYTES["fp32"] * quantized,
     )
 

@@ -1,0 +1,265 @@
+"""The memory plan of a run on one CUDA device: bytes by phase, by arithmetic, before anything is allocated.
+
+    held           weights, moments, KV cache, ...                  at all times
+    rollout        + a prefill, or a decode step
+    old_logprobs   + a forward of a microbatch
+    shadow         + gradients, a forward with weights cast from the masters
+    critic         + the critic's gradients and activations
+    update         + gradients, activations of a microbatch, what its backward holds at its widest moment
+    optimizer      + gradients
+
+The phases do not coincide, so the peak is the largest. A microbatch is taken to be full, and completions to be as long
+as they may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from octavo.kernels.operands import TOKEN_BLOCK
+from octavo.models.config import DecoderConfig, read_config
+from octavo.numerics.recipe import get_recipe
+from octavo.rl.gae import GAEConfig
+from octavo.rollout.cuda_graph import padded_size
+from octavo.rollout.engine import EngineConfig
+from octavo.rollout.sampler import looks_at_host
+from octavo.trainer.config import TrainConfig
+from octavo.trainer.critic import critic_shape
+from octavo.trainer.memory_held import MemoryEstimate, estimate_memory
+from octavo.trainer.memory_linear import FP32
+from octavo.trainer.memory_passes import DecoderPass
+from octavo.trainer.precision import declared_flow, rollout_shares_bytes
+
+GIB = 2**30
+WORKSPACE_BYTES = 32 * 2**20
+"""Of cuBLAS on Hopper, for each thread and stream that multiplies."""
+GRAPH_ROWS = 128
+"""Decode steps of more rows multiply by cuBLAS, in a workspace for each CUDA graph."""
+TRUNCATION_BYTES = 42
+"""Of sampling with top_p, top_k and min_p, a logit."""
+BATCH_BYTES = 37
+"""Of a packed token: ids, positions, sequence, mask, advantage, two log-probabilities; each more takes FP32."""
+LIBRARY_BYTES = GIB
+"""Kernels, that CUDA loads as they are first used."""
+FRAGMENTATION = 0.05
+"""Share of the peak that the caching allocator holds beyond it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What a run takes of its device."""
+
+    estimate: MemoryEstimate
+    """Parameters, the model as written, and what does not depend on the batch."""
+    held: dict[str, int] = field(default_factory=dict)
+    """What for -> bytes, at all times."""
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Phase -> what for -> bytes beside `held`. Empty where activations are not planned: on a CPU, in FP32."""
+    reserve: int = LIBRARY_BYTES
+    """Bytes of the device that no tensor takes: kernels, memory of CUDA graphs. The allocator's come on top."""
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Phase -> bytes of all tensors."""
+        held = sum(self.held.values())
+        return {name: held + sum(parts.values()) for name, parts in self.phases.items()}
+
+    @property
+    def peak(self) -> tuple[str, int]:
+        """The phase that takes most, and its bytes."""
+        totals = self.totals
+        name = max(totals, key=totals.__getitem__)
+        return name, totals[name]
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the device, at the peak."""
+        return math.ceil(self.peak[1] * (1 + FRAGMENTATION)) + self.reserve
+
+    def metrics(self) -> dict[str, float]:
+        """memory/planned_gib."""
+        return {"memory/planned_gib": self.peak[1] / GIB} if self.phases else {}
+
+    def lines(self) -> list[str]:
+        """For a user; none where activations are not planned."""
+        if not self.phases:
+            return []
+        name, peak = self.peak
+        phases = ", ".join(f"{phase} {binary_size(size)}" for phase, size in self.totals.items())
+        return [
+            f"memory plan: {binary_size(peak)} at the peak, in {name} ({phases})",
+            f"  at all times {binary_size(sum(self.held.values()))}: {parts_text(self.held)}; in {name} also "
+            f"{parts_text(self.phases[name])}",
+        ]
+
+
+Planner = Callable[[TrainConfig], MemoryPlan]
+"""Gives the plan of a config."""
+
+
+def planner(config: TrainConfig) -> Planner:
+    """For this config, and others with its models: reads their config.json once.
+
+    Raises:
+        ValueError: it is missing or not supported, or does not fit the configuration.
+    """
+    shape, _ = read_config(config.model.path)
+    two_forwards = not rollout_shares_bytes(config, declared_flow(config))
+    of_critic = critic_shape(config, shape)
+    return lambda config: plan_memory(config, shape, two_forwards, of_critic)
+
+
+def plan_memory(
+    config: TrainConfig, shape: DecoderConfig, two_forwards: bool, of_critic: DecoderConfig | None = None
+) -> MemoryPlan:
+    """Arguments as of `estimate_memory`."""
+    estimate = estimate_memory(config, shape, two_forwards, of_critic)
+    recipes = [config.precision.train_recipe(), config.precision.rollout_recipe(), get_recipe(config.critic.recipe)]
+    if not config.runs_kernels or any(recipe.high_precision == "fp32" for recipe in recipes):
+        return MemoryPlan(estimate=estimate)  # there the reference multiplies, in float64
+    counts = TokenCounts.of(config)
+    held = {name: size for name, size in estimate.parts.items() if name != "gradients" and size}
+    if of_critic is not None:
+        held["critic"] -= FP32 * estimate.num_critic_parameters
+    held["packed batch"] = counts.in_step * _batch_bytes(config)
+    held["rotary table"] = FP32 * config.max_tokens * shape.head_dim
+    held["cuBLAS workspaces"] = WORKSPACE_BYTES * 2
+    rollout, reserve, engine = {}, LIBRARY_BYTES, config.rollout.engine
+    if isinstance(engine, EngineConfig):
+        held["page table"] = FP32 * padded_size(engine.max_sequences) * -(-config.max_tokens // engine.page_size)
+        num_graphs = max(0, counts.running - GRAPH_ROWS) // (padded_size(GRAPH_ROWS + 1) - GRAPH_ROWS)
+        held["cuBLAS workspaces"] += WORKSPACE_BYTES * num_graphs * engine.cuda_graphs
+        prefill, decode = _rollout(config, shape, counts)
+        rollout = {"prefill": prefill} if prefill > decode else {"decode": decode}
+        reserve += decode * engine.cuda_graphs
+    phases = {"rollout": rollout, **_passes(config, shape, of_critic, counts, estimate)}
+    return MemoryPlan(estimate=estimate, held=held, phases=phases, reserve=reserve)
+
+
+def _rollout(config: TrainConfig, shape: DecoderConfig, counts: TokenCounts) -> tuple[int, int]:
+    """Bytes of the largest prefill, and of a decode step."""
+    recipe, rows = config.precision.rollout_recipe(), counts.running
+    prefill, decode = (
+        DecoderPass(shape=shape, recipe=recipe, num_tokens=num_tokens, num_scored=rows, paged=True).forward()
+        for num_tokens in (counts.prefill, rows)
+    )
+    if config.evaluation.interval and looks_at_host(config.evaluation.sampling):
+        decode += TRUNCATION_BYTES * rows * shape.vocab_size
+    return prefill, decode
+
+
+def _passes(
+    config: TrainConfig,
+    shape: DecoderConfig,
+    of_critic: DecoderConfig | None,
+    counts: TokenCounts,
+    estimate: MemoryEstimate,
+) -> dict[str, dict[str, int]]:
+    """The phases in which packed microbatches run."""
+    recipes, T = [config.precision.train_recipe()], -(-counts.microbatch // TOKEN_BLOCK) * TOKEN_BLOCK  # filled up
+    if config.watch is not None and config.watch.action == "bf16_forward":
+        recipes.append(get_recipe("bf16"))
+    recompute = config.trainer.recompute_layers
+    policies = [
+        DecoderPass(shape=shape, recipe=recipe, num_tokens=T, num_scored=T, recompute=recompute) for recipe in recipes
+    ]
+    gradients = {"gradients": FP32 * estimate.num_parameters}
+    phases = {"old_logprobs": {"forward": max(policy.forward() for policy in policies)}}
+    if of_critic is not None:
+        critic = DecoderPass(
+            shape=replace(of_critic, tied_embeddings=True),  # its lm_head is dropped
+            recipe=get_recipe(config.critic.recipe),
+            num_tokens=T,
+            num_scored=0,
+            recompute=recompute,
+        )
+        head = 2 * FP32 * T * of_critic.hidden_size  # its input in FP32, and the gradient of that
+        phases["critic"] = {
+            "gradients": FP32 * estimate.num_critic_parameters,
+            "saved activations": critic.saved_bytes,
+            "backward": critic.update(accumulated=True) - critic.saved_bytes + head,
+        }
+    shadow, reads_shadow = policies[0].forward(shadow=True), config.algorithm.loss_shadow != "training"
+    if config.calibration is not None or config.trainer.shadow_interval or reads_shadow:
+        phases["shadow"] = {**gradients, "forward": shadow}
+    several = counts.in_mini_batch > counts.microbatch
+    widest = max(policies, key=lambda policy: policy.update(accumulated=several))
+    backward = widest.update(accumulated=several) - widest.saved_bytes
+    phases["update"] = {
+        **(gradients if several else {}),  # of a single microbatch they grow as activations go
+        "saved activations": widest.saved_bytes,
+        "backward": max(backward, shadow) if reads_shadow else backward,  # its forward is between the two
+    }
+    phases["optimizer"] = gradients
+    return phases
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """The most that a step has of each."""
+
+    running: int
+    """Rows of a decode step."""
+    prefill: int
+    """New tokens of a prefill."""
+    in_step: int
+    """Packed tokens, prompts included."""
+    in_mini_batch: int
+    """Of them in one mini-batch."""
+    microbatch: int
+    """Of them in one forward and backward."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> TokenCounts:
+        """Of a run."""
+        rollout, longest = config.rollout, config.max_tokens
+        running, prefill = _sampled_at_once(config)
+        groups = -(-rollout.prompts_per_step // config.trainer.num_mini_batches)
+        in_mini_batch = groups * rollout.group_size * longest
+        return cls(
+            running=running,
+            prefill=prefill,
+            in_step=rollout.prompts_per_step * rollout.group_size * longest,
+            in_mini_batch=in_mini_batch,
+            microbatch=min(in_mini_batch, max(config.trainer.microbatch_tokens, longest)),
+        )
+
+
+def _sampled_at_once(config: TrainConfig) -> tuple[int, int]:
+    """Rows of a decode step and new tokens of a prefill; none where vLLM samples, within its share."""
+    rollout, evaluation, engine, longest = config.rollout, config.evaluation, config.rollout.engine, config.max_tokens
+    if not isinstance(engine, EngineConfig):
+        return 0, 0
+    num_prompts, num_sequences = rollout.prompts_per_step, rollout.prompts_per_step * rollout.group_size
+    if evaluation.interval:
+        num_problems = evaluation.num_problems or engine.max_sequences
+        num_prompts = max(num_prompts, num_problems)
+        num_sequences = max(num_sequences, num_problems * evaluation.completions_per_problem)
+    running = min(engine.max_sequences, num_sequences)
+    rest = min(rollout.max_prompt_tokens, engine.page_size)  # of a prompt whose whole pages the group shares
+    prompts = min(num_prompts, running) * rollout.max_prompt_tokens + running * rest
+    if running * longest > engine.kv_cache_tokens:  # sequences are preempted, and computed anew
+        prompts = running * longest
+    return padded_size(running), min(prompts, max(engine.max_prefill_tokens, longest))
+
+
+def _batch_bytes(config: TrainConfig) -> int:
+    """Of a packed token."""
+    more = [
+        config.algorithm.kl.coefficient > 0.0,  # ref_logprobs
+        *(isinstance(config.algorithm.advantage, GAEConfig),) * 2,  # values, returns
+        *(config.calibration is not None,) * 2,  # the shadow's and the reference's old_logprobs
+    ]
+    return BATCH_BYTES + FP32 * sum(more)
+
+
+def parts_text(parts: dict[str, int]) -> str:
+    """Largest first."""
+    return ", ".join(f"{name} {binary_size(size)}" for name, size in sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def binary_size(num_bytes: float) -> str:
+    """A size for people: 34.1 MiB, 12.34 GiB."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
