@@ -93,6 +93,8 @@ def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:
     detail = f"{recipe.name}, KV {recipe.kv_cache}, saved activations {recipe.saved_activations}; {kept}"
     if flow.differences():
         step = "make rollout and training one forward, unless this is the baseline to compare with"
+        if isinstance(config.rollout.engine, VLLMConfig):
+            step = "set rollout.engine.type=octavo where rollout and training must be one forward"
         return _row("precision flow", "WARN", f"{detail}; not exact: the rollout runs another forward", step)
     if not recipe.batch_invariant:
         step = "take precision.recipe=block128, or tensorwise_static for one scale per tensor"

@@ -50,6 +50,7 @@ def test_vllm_as_the_engine_is_looked_for_and_the_models_widths_held_to_it(tmp_p
     rows = check(tmp_path, *wanted)
     assert (rows["vLLM"].status, rows["vLLM"].detail) == ("OK", "0.32.0")
     assert "not exact: the rollout runs another forward" in rows["precision flow"].detail
+    assert "rollout.engine.type=octavo" in rows["precision flow"].next_step
     assert "the rollout's own bytes" not in rows["memory for the run"].detail
     shape, _ = read_config(TINY_MODEL)
     narrow = replace(shape, num_kv_heads=1)
