@@ -339,6 +339,11 @@ class TrainConfig:
                 "and trainer.require_exact cannot hold. Set precision.allow_mismatch=true, and importance weights "
                 "correct for it; or use rollout.engine.type=octavo"
             )
+        if self.device.startswith("cuda:") and self.device != "cuda:0":
+            raise ValueError(
+                f"rollout.engine.type=vllm takes GPUs from the first one on, and device={self.device!r} is another. Use "
+                f"device=cuda, with CUDA_VISIBLE_DEVICES naming that GPU first"
+            )
         if self.watch is not None and self.watch.action == "bf16_forward":
             raise ValueError(
                 "watch.action=bf16_forward samples with octavo's own engine, and rollout.engine.type=vllm has none. "

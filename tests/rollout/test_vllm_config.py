@@ -64,6 +64,7 @@ def test_a_name_alone_stands_for_the_engine(tmp_path):
         ({"precision__allow_mismatch": False}, "trainer.require_exact cannot hold. Set precision.allow_mismatch=true"),
         ({"precision__recipe": "w8a16"}, "vLLM runs the recipes block128 and bf16"),
         ({"evaluation__sampling": {"temperature": 0.001}}, "vLLM raises a temperature of 0.001"),
+        ({"device": "cuda:1"}, "takes GPUs from the first one on, and device='cuda:1' is another"),
         ({"watch": {"action": "bf16_forward"}}, "watch.action=bf16_forward samples with octavo's own engine"),
         ({"rollout__engine": {"type": "vllm", "transfer_dir": "~/x"}}, "rollout.engine.transfer_dir='~/x' would be"),
         ({"rollout__engine": {"type": "vllm", "page_size": 4}}, "page_size: unknown key"),
