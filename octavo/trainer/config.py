@@ -341,8 +341,8 @@ class TrainConfig:
             )
         if self.device.startswith("cuda:") and self.device != "cuda:0":
             raise ValueError(
-                f"rollout.engine.type=vllm takes GPUs from the first one on, and device={self.device!r} is another. Use "
-                f"device=cuda, with CUDA_VISIBLE_DEVICES naming that GPU first"
+                f"rollout.engine.type=vllm takes GPUs from the first one on, and device={self.device!r} is another. "
+                f"Use device=cuda, with CUDA_VISIBLE_DEVICES naming that GPU first"
             )
         if self.watch is not None and self.watch.action == "bf16_forward":
             raise ValueError(

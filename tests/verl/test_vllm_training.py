@@ -25,6 +25,7 @@ from octavo.trainer.evaluation import evaluate
 from octavo.trainer.interrupt import StopRequested
 from octavo.trainer.metrics import Display
 from octavo.trainer.policy import packed_logprobs
+from octavo.trainer.progress import random_states_to_json
 from octavo.trainer.run import load_run
 from octavo.trainer.train import train
 
@@ -79,7 +80,9 @@ def tokens_of(groups):
 @pytest.fixture(scope="module", params=["bf16", "block128"])
 def run(request, tmp_path_factory):
     """A run that has not begun."""
+    states = random_states_to_json()
     loaded = load_run(vllm_config(tmp_path_factory.mktemp("run") / "run", request.param), Display(), VLLMEngine)
+    assert random_states_to_json() == states  # which vLLM seeds when it starts
     yield loaded
     loaded.verifiers.close()
     loaded.engine = None  # vLLM ends before the next one starts
