@@ -25,12 +25,12 @@ class StandIn:
     """Has the calls of vllm.LLM that the engine makes; `outputs` are what a step gives."""
 
     def __init__(self, **settings):
-        self.settings, self.outputs, self.dropped, self.loaded = settings, [], [], []
+        self.settings, self.outputs, self.dropped, self.loaded, self.num_running = settings, [], [], [], 0
         core = SimpleNamespace(shutdown=lambda: None)
         self.llm_engine = SimpleNamespace(
             engine_core=core,
             step=self.step,
-            has_unfinished_requests=lambda: True,
+            has_unfinished_requests=lambda: self.num_running > 0,
             abort_request=lambda names, internal: self.dropped.extend(names),
         )
 
@@ -42,12 +42,13 @@ class StandIn:
         return [{f"model.layers.{i}.{part}": (True, "BlockKernel") for i in range(3) for part in parts}]
 
     def enqueue(self, prompts, params, use_tqdm):
-        self.params = params
+        self.params, self.num_running = params, len(prompts)
         return [f"{index}-0a1b2c3d" for index in range(len(prompts))]
 
     def step(self):
         if isinstance(self.outputs, Exception):
             raise self.outputs
+        self.num_running -= max(1, len(self.outputs))
         return self.outputs
 
     def reset_prefix_cache(self):
@@ -107,6 +108,7 @@ def test_a_finished_request_is_a_completion(run):
 @pytest.mark.parametrize(
     "outputs, message",
     [
+        ([], "vLLM gave 0 of 2 completions and says it has no more"),
         (RuntimeError("CUDA out of\nmemory."), "vLLM fails while it samples: CUDA out of memory. --resume goes on"),
         ([output(finish_reason="abort")], "vLLM ended a completion for the reason 'abort'"),
         ([output(logprobs=(-0.5, float("nan")))], "the logits of sequence 0 at position 4 are not finite"),
@@ -116,8 +118,8 @@ def test_a_failure_is_one_line_and_drops_what_runs(run, outputs, message):
     llm = run.engine.receiver.llm
     llm.outputs = outputs
     with pytest.raises(ValueError, match=message):
-        sample(run)
-    assert llm.dropped == ["0-0a1b2c3d"]
+        sample(run, group_size=2)
+    assert llm.dropped == ([] if outputs == [] else ["0-0a1b2c3d", "1-0a1b2c3d"])
 
 
 def test_a_stop_that_ends_vllm_too_is_a_stop(run):

@@ -89,7 +89,7 @@ class VLLMEngine:
         params = [self._params(sampling, max_completion_tokens, each) for each in seeds]
         completions: dict[tuple[int, int], Completion] = {}
         with self._enqueued(requests, params) as names:
-            while len(completions) < len(places):
+            while self.receiver.llm.llm_engine.has_unfinished_requests():
                 finished = self._step(progress)
                 for output in finished:
                     index = names[output.request_id]
@@ -98,6 +98,11 @@ class VLLMEngine:
                         on_completion(*places[index], found)
                 if progress is not None:
                     progress(len(finished))
+        if len(completions) < len(places):
+            raise ValueError(
+                f"vLLM gave {len(completions)} of {len(places)} completions and says it has no more. --resume goes on "
+                f"from the newest checkpoint"
+            )
         return [[completions[p, g] for g in range(group_size)] for p in range(len(prompts))]
 
     def follow(self) -> None:
