@@ -2,19 +2,25 @@
 
     python benchmarks/real_runs.py smollm2_reasoning runs/smollm2_*
 
-prints a table and writes benchmarks/results/smollm2_reasoning.json and, beside it, runs/smollm2_reasoning/RUN.jsonl: of
-every step the figures that curves are drawn from. Runs whose names differ by a last _0, _1, ... are seeds of one case.
+prints a table and writes benchmarks/results/smollm2_reasoning.json and, beside it, curves/smollm2_reasoning/RUN.jsonl:
+of every step the figures that curves are drawn from, and the curves themselves (curves/smollm2_reasoning.svg) where
+matplotlib is installed. Runs whose names differ by a last _0, _1, ... are seeds of one case.
+
+    python benchmarks/real_runs.py smollm2_reasoning    # without runs: draws the curves that lie there anew
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import math
 import os
 import re
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +32,8 @@ from octavo.trainer.problems import load_problems
 from octavo.trainer.run import load_tokenizer
 
 CURVES = (
-    *("step", "reward/mean", "eval/accuracy", "policy/entropy", "policy/ratio_std", "completion/length_mean"),
+    *("step", "reward/mean", "eval/initial_accuracy", "eval/accuracy", "policy/entropy", "policy/ratio_std"),
+    *("completion/length_mean", "reward/informative_groups_share"),
     *("mismatch/max_abs_logprob_diff", "mismatch/std_logprob_diff", "mismatch/outside_share", "loss/clip_fraction"),
     *(
         "clip/low",
@@ -51,10 +58,20 @@ MEANS = {
 }
 """Metrics whose mean over the steps that have them is reported."""
 
+PANELS = {"reward/mean": 5, "mismatch/std_logprob_diff": 1, "overclip/low_share": 1, "clip/low": 1}
+"""What is drawn, and over how many values each point is a mean."""
+
+EVALUATIONS = ("eval/initial_accuracy", "eval/accuracy")
+
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def rounded(value: Any) -> Any:
+    """Five digits of a number."""
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def constant_accuracy(folder: Path) -> float:
@@ -97,29 +114,61 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, tuple[float, str]]:
     return found
 
 
+def draw(name: str, folder: Path) -> None:
+    """One picture of the curves in a folder: reward and accuracy, mismatch, over-clipping, bounds."""
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+    for index, path in enumerate(sorted(folder.glob("*.jsonl"))):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for axis, (key, width) in zip(axes.flat, PANELS.items(), strict=True):
+            points = [(line["step"], line[key]) for line in lines if key in line]
+            smooth = [
+                (step, statistics.fmean(y for _, y in points[max(0, i - width + 1) : i + 1]))
+                for i, (step, _) in enumerate(points)
+            ]
+            axis.plot(*zip(*smooth, strict=True), color=f"C{index}", label=path.stem)
+            axis.set_title(f"{key}, mean of {width} values" if width > 1 else key)
+        accuracy = [(line["step"], line[key]) for line in lines for key in EVALUATIONS if key in line]
+        axes[0, 0].plot(*zip(*accuracy, strict=True), "o", color=f"C{index}")
+    axes[0, 0].set_title("reward/mean; dots: eval/accuracy")
+    axes[0, 1].legend(fontsize="small")
+    for axis in axes[1]:
+        axis.set_xlabel("step")
+    figure.suptitle(name)
+    figure.savefig(folder.with_suffix(".svg"), metadata={"Date": None})
+
+
 def main() -> None:
     """Read, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the result file")
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs")
     args = parser.parse_args()
-    results = Results(args.name, f"python benchmarks/real_runs.py {args.name} {' '.join(map(str, args.runs))}")
-    curves = Path(os.environ.get("OUT", "benchmarks/results")) / "runs" / args.name
+    curves = Path(os.environ.get("OUT", "benchmarks/results")) / "curves" / args.name
+    if args.runs:
+        report(args.name, args.runs, curves)
+    if importlib.util.find_spec("matplotlib") is not None:
+        draw(args.name, curves)
+
+
+def report(name: str, runs: Sequence[Path], curves: Path) -> None:
+    """The figures of the runs, and what their curves are drawn from."""
+    results = Results(name, f"python benchmarks/real_runs.py {name} {' '.join(map(str, runs))}")
     curves.mkdir(parents=True, exist_ok=True)
     cases: dict[str, list[dict[str, tuple[float, str]]]] = {}
-    for folder in args.runs:
+    for folder in runs:
         lines = read(folder)
-        kept = [json.dumps({key: line[key] for key in CURVES if key in line}) for line in lines]
+        kept = [json.dumps({key: rounded(line[key]) for key in CURVES if key in line}) for line in lines]
         (curves / f"{folder.name}.jsonl").write_text("\n".join(kept) + "\n")
         cases.setdefault(re.sub(r"_\d+$", "", folder.name), []).append(figures(lines))
-    baseline = constant_accuracy(args.runs[0])
-    results.add(Row(case=args.name, metric="constant_answer_accuracy", value=baseline, unit="share"))
+    baseline = constant_accuracy(runs[0])
+    results.add(Row(case=name, metric="constant_answer_accuracy", value=baseline, unit="share"))
     for case, seeds in cases.items():
         for metric, (_, unit) in seeds[0].items():
             values = [found[metric][0] for found in seeds if metric in found]
             note = f"{len(values)} seeds: " + ", ".join(f"{value:.4g}" for value in values) if len(values) > 1 else ""
             value = statistics.fmean(values)
-            results.add(Row(case=f"{args.name}/{case}", metric=metric, value=value, unit=unit, note=note))
+            results.add(Row(case=f"{name}/{case}", metric=metric, value=value, unit=unit, note=note))
 
 
 if __name__ == "__main__":

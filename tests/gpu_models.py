@@ -1,10 +1,13 @@
 """Random decoders of real widths on a GPU, and the check that a rollout is exact."""
 
+import hashlib
 import random
 
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from octavo.kernels.operands import quantize_matrix
+from octavo.layers.linear import quantized_layers
 from octavo.models.config import decoder_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import get_recipe
@@ -46,6 +49,21 @@ def update_(decoder, seed):
         noise = torch.randn(parameter.shape, generator=generator, device="cuda")
         parameter.copy_(1.0 + 0.2 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
     decoder.requantize_()
+
+
+def digests(decoder, fresh):
+    """SHA-256 of each FP8 layer's bytes and scales: as they lie there, or of its masters quantised anew on a CPU."""
+    found = {}
+    for index, layer in enumerate(quantized_layers(decoder)):
+        for name in ("weight_q", "dgrad_q"):
+            if layer.quantized and name in layer._buffers:
+                matrix = layer.quantized_weight(name)
+                if fresh:
+                    master, rounding = layer.weight.detach().cpu(), layer.recipe.scale_rounding
+                    matrix = quantize_matrix(master, matrix.quant_block, rounding, row_splits=layer.splits)
+                parts = (matrix.q.cpu().contiguous().view(torch.uint8), matrix.scale.cpu().contiguous())
+                found[index, name] = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
+    return found
 
 
 def prompts_of(count, longest, seed=0):

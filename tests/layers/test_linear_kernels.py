@@ -8,6 +8,7 @@ import pytest
 import torch
 from linear_layers import GEMMS, hat, make_batch, make_layer, run, static_scale, weight_hat
 
+from octavo.kernels.operands import quantize_matrix
 from octavo.layers import linear
 from octavo.layers.linear import FP8Linear
 from octavo.numerics.error import relative_error
@@ -66,6 +67,29 @@ def test_the_transposed_weight_is_written_in_place_and_seen(called, name):
     assert close(y, hat(x, fprop[0]) @ (w.bfloat16().double() if name == "w8a16" else w).T)
     assert close(grad_x, hat(grad_y, dgrad[0], layer.splits) @ weight_hat(layer, name, dgrad[1]))
     assert not torch.equal(y, before[0]) and not torch.equal(grad_x, before[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_and_their_transpose_are_those_of_the_masters(called, shape):
+    K, projections = (
+        (256, SHAPES[shape][1]) if shape == "aligned" else (208, {"q_proj": 192, "k_proj": 72, "v_proj": 72})
+    )
+    layer = make_layer("block128", projections, in_features=K)
+    run(layer, *make_batch(layer, 128))
+    address = layer.weight_t.data_ptr()
+    with torch.no_grad():
+        layer.weight.mul_(1.5).add_(torch.randn_like(layer.weight) * 0.1)
+    layer.requantize_()
+    fresh = quantize_matrix(layer.weight.detach(), (128, 128), row_splits=layer.splits)
+    assert torch.equal(layer.weight_q.view(torch.uint8), fresh.q.view(torch.uint8))
+    assert torch.equal(layer.weight_q_scale, fresh.scale)
+    place = 0
+    for piece in layer.weight_q.split(layer.splits):
+        stop = place + -(-len(piece) // 128) * 128
+        columns = layer.weight_t[:, place:stop].float()
+        assert torch.equal(columns[:, : len(piece)], piece.T.float()) and not columns[:, len(piece) :].any()
+        place = stop
+    assert place == layer.weight_t.shape[1] and layer.weight_t.data_ptr() == address
 
 
 @pytest.mark.parametrize("name, block", [("fp8_channel", (1, None)), ("block128", (1, 128))])

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from gpu_models import digests
 from tiny_models import disturb_, mismatch, random_prompts, tiny_config, tiny_decoder
 
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
@@ -79,6 +80,18 @@ def test_rollout_equals_training_before_and_after_an_update(recipe, kv):
     updated, _ = generate(decoder, TIGHT, temperature=0.8)
     assert updated != roomy
     assert_exact(decoder, updated, 0.8)
+    assert digests(decoder, fresh=False) == digests(decoder, fresh=True)
+
+
+def test_a_byte_that_is_not_the_masters_shows_in_its_digest():
+    decoder = build()
+    before = digests(decoder, fresh=True)
+    assert digests(decoder, fresh=False) == before and len(set(before.values())) == len(before)
+    decoder.layers[1].down_proj.weight_q.view(torch.uint8)[3, 5] ^= 1
+    after = digests(decoder, fresh=False)
+    assert [key for key in before if after[key] != before[key]] == [(7, "weight_q")]
+    decoder.layers[0].qkv_proj.weight_q_scale[0, 0] *= 1.0 + 2.0**-20
+    assert sum(digests(decoder, fresh=False)[key] != before[key] for key in before) == 2
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_models import RECIPES, assert_exact
+from gpu_models import RECIPES, assert_exact, digests
 from greedy_checks import check_greedy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,6 +77,7 @@ def learn(decoder, optimizer, groups, signs):
     decoder.requantize_()
     decoder.freeze_activation_scales_()
     assert all(layer.quantized == decoder.recipe.quantizes for layer in quantized_layers(decoder))
+    assert digests(decoder, fresh=False) == digests(decoder, fresh=True)
 
 
 def test_greedy_continuations_are_those_of_transformers(smollm2, prompts):
