@@ -12,7 +12,7 @@ from octavo.rl.calibration_config import EMAReference, MastersReference, Snapsho
 from octavo.rollout.vllm_config import VLLMConfig
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.memory import MemoryPlan, Planner, binary_size, parts_text, planner
-from octavo.trainer.run import use_device
+from octavo.trainer.run import prepare_device
 
 FEWEST_SEQUENCES = 16
 """Advice goes no lower: decode steps of fewer take as long."""
@@ -22,9 +22,10 @@ def planned(config: TrainConfig) -> MemoryPlan:
     """The plan of a run that fits its device.
 
     Raises:
-        ValueError: it does not fit: what is too large, and which keys to change; or there is no such device or model.
+        ValueError: it does not fit: what is too large, and which keys to change; or there is no such device or model,
+            or the kernels do not run there.
     """
-    use_device(config.device)
+    prepare_device(config)
     plan_of = planner(config)
     plan = plan_of(config)
     if plan.phases:
@@ -120,7 +121,8 @@ def _engine_options(config: TrainConfig) -> dict[str, list[Any]]:
     engine, longest = config.rollout.engine, config.max_tokens
     if isinstance(engine, VLLMConfig):  # whatever it runs, it takes its share
         share = engine.gpu_memory_utilization
-        return {"gpu_memory_utilization": [round(share * part, 3) for part in (0.75, 0.5, 0.25)]}
+        lower = [round(share * part, 3) for part in (0.75, 0.5, 0.25)]
+        return {"gpu_memory_utilization": [each for each in lower if 0.0 < each < share]}
     pages = -(-longest // engine.page_size) * engine.page_size
     return {
         "max_prefill_tokens": _halves(engine.max_prefill_tokens, longest),

@@ -10,6 +10,7 @@ from transformers import Qwen3Config
 
 from octavo import cli
 from octavo.trainer import memory_advice, train
+from octavo.trainer import run as training_run
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.memory import GIB, binary_size, planner
@@ -108,7 +109,7 @@ def test_advice_never_leads_to_a_config_that_is_refused(tmp_path):
 
 
 def test_training_stops_before_anything_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_advice, "use_device", lambda device: None)
+    monkeypatch.setattr(memory_advice, "prepare_device", lambda config: None)
     monkeypatch.setattr(memory_advice, "free_bytes", lambda device: 10**8)
     monkeypatch.setattr(train, "load_run", None)  # a call would be a TypeError
     with pytest.raises(ValueError, match=r"needs 1.\d\d GiB of device='cuda', where 95.4 MiB are free: "):
@@ -117,7 +118,7 @@ def test_training_stops_before_anything_is_read(tmp_path, monkeypatch):
 
 
 def test_the_command_says_so_in_one_line(config_file, monkeypatch, capsys):
-    monkeypatch.setattr(memory_advice, "use_device", lambda device: None)
+    monkeypatch.setattr(memory_advice, "prepare_device", lambda config: None)
     monkeypatch.setattr(memory_advice, "free_bytes", lambda device: 8 * GIB)
     monkeypatch.setattr("sys.argv", ["octavo", "train", str(config_file), f"model.path={config_file.parent / 'model'}"])
     with pytest.raises(SystemExit) as stop:
@@ -152,3 +153,22 @@ def test_vllms_share_is_what_can_be_lowered(config_file, monkeypatch):
     assert "rollout.engine.gpu_memory_utilization=0.3 saves 14.70 GiB" in message  # of 56, and what fragments
     changes, needed = changes_that_fit(config, 60 * GIB, planner(config))
     assert changes == {"rollout.engine.gpu_memory_utilization": 0.3} and needed <= 60 * GIB
+
+
+@pytest.mark.parametrize("share, lower", [(0.0016, [0.001]), (0.001, []), (0.0001, [])])
+def test_a_share_is_lowered_to_no_less_than_a_thousandth(share, lower, config_file):
+    overrides = ["precision.allow_mismatch=true", "rollout.engine=vllm"]
+    config = load_config(TrainConfig, config_file, [*overrides, f"rollout.engine.gpu_memory_utilization={share}"])
+    found = dict(options(config)).get("rollout.engine.gpu_memory_utilization", [])
+    assert list(dict.fromkeys(found)) == lower
+    refusal(config, 0)  # every option makes a config
+
+
+def test_a_gpu_without_the_kernels_is_refused_before_a_plan_is_made(config_file, monkeypatch):
+    monkeypatch.setattr(training_run, "use_device", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    monkeypatch.setattr(memory_advice, "planner", None)  # a call would be a TypeError
+    with pytest.raises(ValueError, match="NVIDIA L4 has 8.9. Use kernels=reference"):
+        memory_advice.planned(load_config(TrainConfig, config_file))
