@@ -27,6 +27,10 @@ from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig
 from octavo.rollout.scheduler import PromptGroup
 from octavo.rollout.scheduler import Sequence as Running
+from octavo.trainer.memory_held import count_parameters
+
+NEW_TOKENS = 128
+"""Of each sequence, for which there is room while its steps are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +67,25 @@ def decode_speeds(
     """Every batch at every context, with random weights.
 
     Raises:
-        ValueError: no GPU, one without the kernels, or keys and values that do not fit beside the weights.
+        ValueError: no GPU, one without the kernels, a context beyond the model's positions, or weights or keys and
+            values that do not fit.
     """
     require_cuda("octavo bench rollout")
     require_kernels("cuda", recipe.high_precision)
-    longest = max(contexts) + 128
-    decoder = random_decoder(config, hf_config, recipe, min(longest, config.max_positions))
+    longest = max(contexts) + NEW_TOKENS
+    if longest > config.max_positions:
+        raise ValueError(
+            f"a context of {max(contexts)} tokens and {NEW_TOKENS} to decode are more than the model's "
+            f"{config.max_positions} positions. Give a --context of at most {config.max_positions - NEW_TOKENS}"
+        )
+    try:
+        decoder = random_decoder(config, hf_config, recipe, longest)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"the weights do not fit this GPU: their FP32 masters, which they are quantised from, take "
+            f"{4 * count_parameters(config) / 1e9:.0f} GB. Take a smaller model"
+        ) from error
+    torch.cuda.empty_cache()  # the masters are gone
     num_tokens, free = max(batches) * longest, torch.cuda.mem_get_info()[0]
     if max(batches) > max_batch(decoder, longest, free):
         raise ValueError(

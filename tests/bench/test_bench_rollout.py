@@ -6,7 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.bench.rollout import bench_decode, max_batch, random_decoder, running, step_bytes
+from octavo.bench import rollout
+from octavo.bench.rollout import bench_decode, decode_speeds, max_batch, random_decoder, running, step_bytes
 from octavo.cli import app
 from octavo.models.config import read_config
 from octavo.numerics.recipe import get_recipe
@@ -67,3 +68,42 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["bench", "rollout", "--model", MODEL])
     assert "octavo bench rollout measures a CUDA device" in f"{result.exception}{result.output}"
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A GPU that has the kernels, and 8 GB left beside the weights of the tiny model."""
+    monkeypatch.setattr(rollout, "require_cuda", lambda what: None)
+    monkeypatch.setattr(rollout, "require_kernels", lambda *_: None)
+    monkeypatch.setattr(rollout, "random_decoder", lambda *_: decoder_of())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8 * 10**9, 9 * 10**9))
+
+
+def test_a_context_beyond_the_models_positions_is_refused(pretended_gpu):
+    with pytest.raises(ValueError, match="more than the model's 256 positions. Give a --context of at most 128"):
+        decode_speeds(*read_config(MODEL), get_recipe("block128"), [1], [64, 129])
+
+
+def test_keys_and_values_that_do_not_fit_are_refused(pretended_gpu):
+    with pytest.raises(ValueError, match=r"keys and values of 100000000 sequences of 256 tokens do not fit into the 8 "):
+        decode_speeds(*read_config(MODEL), get_recipe("block128"), [1, 10**8], [128])
+
+
+def test_weights_that_do_not_fit_are_refused(pretended_gpu, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(rollout, "random_decoder", full)
+    config, hf_config = read_config(MODEL)
+    large = replace(config, num_layers=20000)
+    with pytest.raises(ValueError, match="FP32 masters, which they are quantised from, take 47 GB. Take a smaller"):
+        decode_speeds(large, hf_config, get_recipe("block128"), [1], [64])
+
+
+def test_the_memory_of_the_masters_is_given_back_before_what_is_free_is_asked(pretended_gpu, monkeypatch):
+    free = [0]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 8 * 10**9))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 9 * 10**9))
+    monkeypatch.setattr(rollout, "copy_speed", lambda: 1000.0)
+    (speed,) = decode_speeds(*read_config(MODEL), get_recipe("block128"), [2], [20])
+    assert (speed.batch, speed.context) == (2, 20) and speed.step_ms > 0.0
