@@ -62,11 +62,25 @@ PANELS = {"reward/mean": 5, "mismatch/std_logprob_diff": 1, "overclip/low_share"
 """What is drawn, and over how many values each point is a mean."""
 
 EVALUATIONS = ("eval/initial_accuracy", "eval/accuracy")
+COLD_STEPS = 5
+"""Not timed: kernels are compiled."""
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def refusal(folder: Path) -> str:
+    """Why a folder shows nothing; empty where it does."""
+    if not (folder / "metrics.jsonl").is_file():
+        return f"{folder} has no metrics.jsonl; name the folder of a finished run"
+    lines = read(folder)
+    if len(lines) <= COLD_STEPS:
+        return f"{folder} has {len(lines)} steps, of which the first {COLD_STEPS} are not timed; name a longer run"
+    if EVALUATIONS[0] not in lines[0] or not any(EVALUATIONS[1] in line for line in lines):
+        return f"{folder} was not evaluated before and after; train with evaluation.interval"
+    return ""
 
 
 def rounded(value: Any) -> Any:
@@ -87,13 +101,13 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, tuple[float, str]]:
     first, last = lines[0], [line for line in lines if "eval/accuracy" in line][-1]
     start, end, count = first["eval/initial_accuracy"], last["eval/accuracy"], last["eval/num_problems"]
     error = math.sqrt((start * (1 - start) + end * (1 - end)) / count)
-    warm = lines[5:]  # kernels are compiled before
+    warm = lines[COLD_STEPS:]
     seconds = sum(line["time/step_s"] for line in warm)
     shadow = sum(line.get("time/shadow_s", 0.0) for line in warm)
     found = {
         "accuracy_start": (start, "share"),
         "accuracy_end": (end, "share"),
-        "gain_in_standard_errors": ((end - start) / error, "x"),
+        **({"gain_in_standard_errors": ((end - start) / error, "x")} if error else {}),
         "reward_first_10": (statistics.fmean(line["reward/mean"] for line in lines[:10]), "share"),
         "reward_last_10": (statistics.fmean(line["reward/mean"] for line in lines[-10:]), "share"),
         "mismatch_max": (max(line["mismatch/max_abs_logprob_diff"] for line in lines), "nats"),
@@ -145,6 +159,10 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=Path, help="folders of runs")
     args = parser.parse_args()
     curves = Path(os.environ.get("OUT", "benchmarks/results")) / "curves" / args.name
+    for why in filter(None, map(refusal, args.runs)):
+        parser.error(why)
+    if not args.runs and not any(curves.glob("*.jsonl")):
+        parser.error(f"no curves lie in {curves}; name folders of runs")
     if args.runs:
         report(args.name, args.runs, curves)
     if importlib.util.find_spec("matplotlib") is not None:

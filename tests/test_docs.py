@@ -149,6 +149,49 @@ def test_the_tables_of_overclipping_are_its_results():
     assert compared == 2 * 8 * len(metrics)
 
 
+def accuracies(name, case):
+    """Before and after of each seed, from its curve."""
+    curves = sorted((REPO / f"benchmarks/results/curves/{name}").glob(f"{case}_*.jsonl"))
+    runs = [[json.loads(line) for line in path.read_text().splitlines()] for path in curves]
+    ends = [[line["eval/accuracy"] for line in lines if "eval/accuracy" in line][-1] for lines in runs]
+    return [lines[0]["eval/initial_accuracy"] for lines in runs], ends
+
+
+REAL_RUNS = {
+    "block128": ("`block128` + FP8 KV, seeds 0, 1, 2", "SmolLM2-135M, easy sums, 200 steps, three seeds"),
+    "w8a16": ("`w8a16` + FP8 KV", None),
+    "reordered": ("`block128`, rollout adds in another order", "the same, but rollout adds in another order"),
+    "tensorwise": ("`tensorwise` (dynamic) + FP8 KV", None),
+}
+"""Case -> its row in docs/runs.md, and in the README."""
+
+
+@pytest.mark.parametrize("case", REAL_RUNS)
+def test_the_tables_of_real_runs_are_their_results(case):
+    results = read_results(REPO / "benchmarks/results/smollm2_reasoning.json")
+    found = {
+        key.split(" ")[1]: row.value
+        for key, row in results.items()
+        if key.startswith(f"smollm2_reasoning/smollm2_{case} ")
+    }
+    columns = accuracies("smollm2_reasoning", f"smollm2_{case}")
+    assert sum(columns[1]) / len(columns[1]) == pytest.approx(found["accuracy_end"], abs=1e-5)
+    std, outside = found["mismatch/std_logprob_diff"], found["mismatch/outside_share"]
+    exact = found["mismatch_max"] == 0.0
+    low, high = found["overclip/low_share"], found["overclip/high_share"]
+    in_runs, in_readme = REAL_RUNS[case]
+    cells = [
+        *(", ".join(f"{value:.3f}" for value in values) for values in columns),
+        *(("**0**", "0") if exact else (f"{std:.3f}", f"{outside:.1%}".replace("%", " %"))),
+        f"{low:.1%} / {high:.1%}".replace("%", " %"),
+        f"{found['overclip/log_ratio_std_diff']:.3f}",
+    ]
+    assert f"| {' | '.join([in_runs, *cells])} |" in PAGES["docs/runs.md"]
+    if in_readme is not None:
+        cells = [", ".join(f"{value:.2f}" for value in values) for values in columns]
+        assert f"| {' | '.join([in_readme, *cells, '0' if exact else f'std {std:.2f}'])} |" in PAGES["README.md"]
+
+
 def test_the_snippets_on_verifiers_are_right(capsys):
     reward, check = re.findall(r"^```python\n(.*?)^```", PAGES["docs/verifiers.md"], re.M | re.S)
     names = {}

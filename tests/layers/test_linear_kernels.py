@@ -18,6 +18,8 @@ KERNELS = [name for name in GEMMS if name != "fp32"]
 SHAPES = {
     "aligned": (256, {"q_proj": 256, "k_proj": 128, "v_proj": 128}),
     "ragged": (200, {"q_proj": 192, "k_proj": 64, "v_proj": 64}),
+    "narrow": (72, {"q_proj": 24, "k_proj": 24, "v_proj": 8}),
+    "odd": (51, {"q_proj": 33, "k_proj": 7, "v_proj": 7}),
 }
 
 
@@ -69,7 +71,7 @@ def test_the_transposed_weight_is_written_in_place_and_seen(called, name):
     assert not torch.equal(y, before[0]) and not torch.equal(grad_x, before[1])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["aligned", "ragged"])
 def test_bytes_and_their_transpose_are_those_of_the_masters(called, shape):
     K, projections = (
         (256, SHAPES[shape][1]) if shape == "aligned" else (208, {"q_proj": 192, "k_proj": 72, "v_proj": 72})
