@@ -150,8 +150,9 @@ class LinearPass:
         """The operands are held before; after it Y too."""
         T, N, rows = self.num_tokens, self.out_features, self.out_features if shadow else self.filled_rows
         ledger.take(BF16 * T * rows)
-        if self.bias and self.recipe.fprop.left is None and not shadow:
-            ledger.touch(2 * FP32 * min(T, CUBLAS_ROWS) * N)
+        keeps_bf16 = shadow or not self.quantized or self.recipe.fprop.left is None
+        if self.bias and keeps_bf16 and T >= CUBLAS_ROWS:
+            ledger.touch(2 * FP32 * CUBLAS_ROWS * N)  # to which the bias is added; fewer rows are Triton's
         if rows != N:  # Y without the rows that fill up blocks
             ledger.take(BF16 * T * N)
             ledger.free(BF16 * T * rows)

@@ -122,6 +122,28 @@ def test_a_forward_without_gradients(name, shadow, monkeypatch):
     assert plan.forward(shadow=shadow) == pytest.approx(allocated.peak, rel=0.005)
 
 
+KEPT_QKV = {"keep_bf16": ("lm_head", "embed_tokens", "q_proj", "k_proj", "v_proj")}
+
+
+@pytest.mark.parametrize("num_tokens", [SHORT, LONG])
+@pytest.mark.parametrize(
+    "name, changes, shadow",
+    [("bf16", {}, False), ("w8a16", {}, False), ("block128", {}, False), ("block128", KEPT_QKV, False)]
+    + [(name, {}, True) for name in ("bf16", "block128")],
+)
+def test_a_bias_is_added_in_fp32_where_cublas_multiplies(name, changes, shadow, num_tokens, monkeypatch):
+    recipe = get_recipe(name, **changes)
+    shape = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "vocab_size": 128}  # qkv is the widest
+    decoder = decoder_of(recipe, "qwen2", shape)
+    plan = DecoderPass(shape=decoder.config, recipe=recipe, num_tokens=num_tokens, num_scored=num_tokens - 1)
+    pretend_cuda(monkeypatch)
+    with torch.no_grad():
+        scored(decoder, num_tokens)
+        with Allocations() as allocated:
+            scored(decoder, num_tokens, shadow)
+    assert plan.forward(shadow=shadow) == pytest.approx(allocated.peak, rel=0.01)
+
+
 @pytest.mark.parametrize("lengths", [[200, 200, 111], [1] * 64], ids=["prefill", "decode"])
 @pytest.mark.parametrize("name", ["block128", "bf16"])
 def test_a_step_of_the_engine(name, lengths, monkeypatch):
