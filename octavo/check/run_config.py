@@ -63,7 +63,7 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         flow = declared_flow(config)
         yield flow_row(config, flow)
         if isinstance(config.rollout.engine, VLLMConfig):
-            yield vllm_row(config.precision.rollout_recipe(), shape)
+            yield vllm_row(config.rollout.engine, config.precision.rollout_recipe(), shape)
         plan_of = planner(config)
         plan = plan_of(config)
         yield weights_row(config.model.path, shape, plan.estimate.num_parameters)
@@ -102,12 +102,15 @@ def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:
     return _row("precision flow", "OK", f"{detail}; exact")
 
 
-def vllm_row(rollout: Recipe, shape: DecoderConfig) -> Row:
-    """Whether vLLM is there, and takes the model's widths."""
+def vllm_row(engine: VLLMConfig, rollout: Recipe, shape: DecoderConfig) -> Row:
+    """Whether vLLM is there, can be handed weights, and takes the model's widths."""
     try:
         release = supported_release()
     except UNUSABLE as error:
         return _fail("vLLM", error, "install one of those, or set rollout.engine.type=octavo")
+    if not (os.path.isdir(engine.transfer_dir) and os.access(engine.transfer_dir, os.W_OK | os.X_OK)):
+        detail = f"rollout.engine.transfer_dir={engine.transfer_dir!r} is no folder that can be written"
+        return _row("vLLM", "FAIL", detail, "give one, on a disk or in memory")
     inner = ("q_proj", "k_proj", "gate_proj")  # all but the last part of what vLLM runs as one weight
     refused = [
         f"{name}: {rows}"

@@ -52,7 +52,8 @@ def gathered_weights(config: TrainConfig, mini_batch: MiniBatch) -> Tensor:
 def filled_up(tokens: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Copies of the first sequence's beginning after the last, until the tokens are a multiple of TOKEN_BLOCK.
 
-    They do to every activation what that beginning does, so that no amax moves, and have no gradient.
+    They do to every activation what that beginning does, so that no amax of a whole matrix moves, and have no gradient.
+    In the backward of a recipe by blocks, X's last block of tokens is quantised together with them.
 
     Args:
         tokens: [T] int64.

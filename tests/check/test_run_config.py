@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from octavo.check.run_config import config_rows, sandbox_row
 from octavo.kernels.device import choose_kernels, runs_kernels
 from octavo.models.config import read_config
 from octavo.numerics.recipe import get_recipe
+from octavo.rollout.vllm_config import VLLMConfig
 from octavo.trainer import run as training_run
 from octavo.trainer.memory import binary_size
 
@@ -53,11 +55,21 @@ def test_vllm_as_the_engine_is_looked_for_and_the_models_widths_held_to_it(tmp_p
     assert "rollout.engine.type=octavo" in rows["precision flow"].next_step
     assert "the rollout's own bytes" not in rows["memory for the run"].detail
     shape, _ = read_config(TINY_MODEL)
-    narrow = replace(shape, num_kv_heads=1)
-    row = run_config.vllm_row(get_recipe("block128"), narrow)
+    narrow, vllm_row = replace(shape, num_kv_heads=1), partial(run_config.vllm_row, VLLMConfig())
+    row = vllm_row(get_recipe("block128"), narrow)
     assert row.status == "FAIL" and "model.layers.0.self_attn.k_proj: 64" in row.detail
     kept = get_recipe("block128", keep_bf16=("lm_head", "embed_tokens", "q_proj", "k_proj", "v_proj"))
-    assert {run_config.vllm_row(recipe, narrow).status for recipe in (get_recipe("bf16"), kept)} == {"OK"}
+    assert {vllm_row(recipe, narrow).status for recipe in (get_recipe("bf16"), kept)} == {"OK"}
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["missing", "a file"])
+def test_weights_on_their_way_to_vllm_need_a_folder(tmp_path, monkeypatch, missing):
+    monkeypatch.setattr(run_config, "supported_release", lambda: "0.32.0")
+    if not missing:
+        (tmp_path / "transfer").write_text("")
+    engine = f"rollout.engine={{type: vllm, transfer_dir: {tmp_path / 'transfer'}}}"
+    row = check(tmp_path, engine, "precision.allow_mismatch=true")["vLLM"]
+    assert row.status == "FAIL" and f"transfer_dir={str(tmp_path / 'transfer')!r} is no folder" in row.detail
 
 
 PROBLEMS = {
