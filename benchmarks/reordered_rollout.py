@@ -19,12 +19,12 @@ from octavo.kernels.gemm import product
 from octavo.kernels.operands import Operand
 from octavo.layers.linear import FP8Linear, quantized_layers
 from octavo.numerics.exact import K_BLOCK
-from octavo.rollout.engine import Engine
+from octavo.rollout.engine import Engine, EngineConfig
 from octavo.trainer import train as train_module
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.metrics import Display
-from octavo.trainer.run import Run, load_run
+from octavo.trainer.run import Run, VLLMFactory, load_run
 
 
 class BackwardsLinear(FP8Linear):
@@ -44,9 +44,9 @@ def backwards(operand: Operand) -> Operand:
     return replace(operand, values=blocks.view(operand.values.dtype), scale=scale)
 
 
-def load_reordered(config: TrainConfig, display: Display) -> Run:
+def load_reordered(config: TrainConfig, display: Display, vllm: VLLMFactory | None = None) -> Run:
     """`load_run`, with an engine that adds backwards."""
-    run = load_run(config, display)
+    run = load_run(config, display, vllm)
     decoder = run.policy.with_recipe(run.policy.recipe)
     for layer in quantized_layers(decoder):
         layer.__class__ = BackwardsLinear
@@ -55,7 +55,16 @@ def load_reordered(config: TrainConfig, display: Display) -> Run:
 
 def main() -> None:
     """Train."""
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
     config = load_config(TrainConfig, sys.argv[1], [*sys.argv[2:], "trainer.require_exact=false"])
+    recipes = {config.precision.train_recipe().name, config.precision.rollout_recipe().name}
+    if not config.runs_kernels or recipes != {"block128"} or not isinstance(config.rollout.engine, EngineConfig):
+        raise SystemExit(
+            "benchmarks/reordered_rollout.py reorders block128's kernels in octavo's engine: it wants device=cuda, "
+            f"kernels=by_device, precision.recipe=block128 and rollout.engine.type=octavo; got {config.device}, "
+            f"{config.kernels}, {' and '.join(sorted(recipes))} and {config.rollout.engine.type_name}"
+        )
     train_module.load_run = load_reordered
     train_module.train(config, Display())
 
