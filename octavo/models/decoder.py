@@ -190,6 +190,12 @@ class Decoder(nn.Module):
         if self.lm_head is not None:
             self.lm_head_hp.copy_(self.lm_head)
 
+    def drop_masters_(self) -> None:
+        """Keep of the matrices only what a forward without a gradient reads: it can sample, and no more."""
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                parameter.data = parameter.data.new_empty(0)
+
     def freeze_activation_scales_(self) -> None:
         """Start an RL step under static activation scales; nothing to do under other recipes."""
         if self.recipe.static_activation_scale:
