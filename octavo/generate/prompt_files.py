@@ -66,8 +66,14 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def text_prompts(texts: Sequence[str]) -> list[Prompt]:
-    """Prompts of the command line."""
-    return [_prompt(f"prompt {number}", {"prompt": text}) for number, text in enumerate(texts, start=1)]
+    """Prompts of the command line; ValueError names a bad one."""
+    prompts = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            prompts.append(_prompt(f"prompt {number}", {"prompt": text}))
+        except BadRow as error:
+            raise ValueError(f"prompt {number}: {error}. Give another") from error
+    return prompts
 
 
 def _rows(path: Path) -> Rows:
@@ -128,4 +134,4 @@ def _faults(messages: Any) -> Iterator[str]:
     if messages[-1]["role"] == "assistant":
         yield "ends with a message of the assistant, which the completion is to be. Leave it out"
     if not messages[-1]["content"]:
-        yield "wants a prompt of at least one character"
+        yield "is an empty prompt, which has no token"

@@ -61,6 +61,10 @@ def test_csv_has_a_column_prompt(tmp_path):
 
 def test_prompts_of_the_command_line():
     assert [prompt.place for prompt in text_prompts(["a", "b"])] == ["prompt 1", "prompt 2"]
+    for text, fault in (("", "is an empty prompt"), ("\udcff", "holds '\\udcff', half a character")):
+        with pytest.raises(ValueError) as caught:
+            text_prompts(["a", text])
+        assert str(caught.value).startswith(f"prompt 2: {fault}")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_prompts_of_the_command_line():
         ("{}", "has keys none"),
         ('{"prompt": "a", "messages": []}', "has both"),
         ('{"prompt": 3}', "wants a text, or a list of messages with role and content; got 3"),
-        ('{"prompt": ""}', "at least one character"),
+        ('{"prompt": ""}', "is an empty prompt, which has no token"),
         ('{"messages": []}', "got []"),
         ('{"messages": ["a"]}', "got 'a'"),
         ('{"messages": [{"role": "user"}]}', "wants messages with a text as role and as content"),
