@@ -22,7 +22,7 @@ from octavo.bench.measure import copy_speed, kernel_milliseconds, require_cuda
 from octavo.kernels.device import require_kernels
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import DecoderConfig
-from octavo.models.decoder import Block, Decoder
+from octavo.models.decoder import Block, Decoder, drop_masters_
 from octavo.numerics.recipe import Recipe
 from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig
@@ -92,15 +92,14 @@ def random_decoder(
     with torch.device(device):
         decoder = Decoder(replace(config, num_layers=0), hf_config, recipe, max_tokens=max_tokens)
         _fill(decoder)
-        decoder.requantize_()
-        decoder.drop_masters_()
+        decoder.quantize_onto_(device)
         for index in range(config.num_layers):
             block = Block(config, recipe, index)
             _fill(block)
             for layer in quantized_layers(block):
                 layer.requantize_()
+            drop_masters_(block)
             decoder.layers.append(block)
-            decoder.drop_masters_()
     decoder.config = config
     torch.cuda.empty_cache()  # what is left is what the device says
     return decoder

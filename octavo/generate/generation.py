@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from octavo.generate.prompt_files import Prompt
 from octavo.kernels.device import Kernels, runs_kernels
 from octavo.models.checkpoint import load_decoder
 from octavo.models.config import read_config
+from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import Recipe
 from octavo.rollout.engine import Completion, Engine, check_group_size
 from octavo.rollout.sampler import SamplingConfig, looks_at_host
@@ -25,7 +27,7 @@ from octavo.trainer.memory import binary_size
 from octavo.trainer.memory_advice import free_bytes
 from octavo.trainer.memory_held import kv_token_bytes
 from octavo.trainer.metrics import Display
-from octavo.trainer.progress import weights_fingerprint
+from octavo.trainer.progress import tensors_fingerprint
 from octavo.trainer.run import check_vocabulary, load_generation_config, load_tokenizer, use_device
 
 COMPLETIONS_PER_CALL = 16
@@ -76,7 +78,7 @@ class Generator:
         settings: what to do with each.
         prompts: P of them.
         display: on the error channel.
-        fingerprint: have `identity` hold a hash of the weights, which takes as long as reading them.
+        fingerprint: have `identity` hold a hash of the weights, which takes a while.
 
     Raises:
         ValueError: the model is missing or does not fit, or a prompt has no token or too many, and is named.
@@ -89,14 +91,16 @@ class Generator:
         self.tokenizer = load_tokenizer(settings.model)
         self.encoded = [self._encode(prompt, limit) for prompt in prompts]
         longest = max(map(len, self.encoded)) + settings.max_tokens
-        decoder = load_decoder(settings.model, settings.recipe, max_tokens=longest, device=settings.device)
+        decoder = load_decoder(
+            settings.model, settings.recipe, max_tokens=longest, device=settings.device, masters=False
+        )
         check_vocabulary(self.encoded, decoder.config.vocab_size, settings.model)
         stops = stop_token_ids(self.tokenizer, load_generation_config(settings.model), decoder.hf_config)
         recipe = settings.recipe
         self.identity = {
             "octavo": __version__,
             "model": settings.model,
-            "weights": weights_fingerprint(decoder) if fingerprint else None,
+            "weights": _fingerprint(decoder) if fingerprint else None,
             "rope": dict(decoder.hf_config.rope_parameters),
             "stop_token_ids": sorted(stops),
             "recipe": recipe.name,
@@ -110,7 +114,6 @@ class Generator:
             "logprobs": settings.logprobs,
         }
         """All that a completion depends on beside its prompt."""
-        decoder.drop_masters_()
         demand = Demand(
             num_completions=len(prompts) * settings.group_size,
             longest=longest,
@@ -199,6 +202,14 @@ class Generator:
             "mean_logprob": sum(logprobs) / num_tokens,
         }
         return row | {"tokens": completion.tokens, "rollout_logprobs": logprobs} if self.settings.logprobs else row
+
+
+def _fingerprint(decoder: Decoder) -> str:
+    """Hash of what the forward reads of the weights."""
+    made = ("cos", "sin", "num_saturated")  # of other things
+    stored = ((name, buffer) for name, buffer in decoder.named_buffers() if name not in made)
+    gains = ((name, parameter) for name, parameter in decoder.named_parameters() if parameter.ndim == 1)
+    return tensors_fingerprint(chain(stored, gains))
 
 
 def _parts(missing: Sequence[int], at_once: int) -> list[tuple[int, int]]:
