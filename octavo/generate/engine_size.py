@@ -47,6 +47,11 @@ def engine_config(demand: Demand, shape: DecoderConfig, recipe: Recipe, free: in
     sequences = min(most, demand.num_completions)
     longest = -(-demand.longest // usual.page_size) * usual.page_size
     tokens = demand.kv_cache_tokens or sequences * longest
+    if tokens < longest:
+        raise ValueError(
+            f"--kv-cache-tokens {tokens} is less than the {longest} that the longest prompt and a completion may need. "
+            f"Raise it, or lower --max-tokens"
+        )
     if free is not None:
         room = _room(demand, shape, recipe, sequences, free)
         wanted = demand.kv_cache_tokens or longest

@@ -91,9 +91,7 @@ class Generator:
         self.tokenizer = load_tokenizer(settings.model)
         self.encoded = [self._encode(prompt, limit) for prompt in prompts]
         longest = max(map(len, self.encoded)) + settings.max_tokens
-        decoder = load_decoder(
-            settings.model, settings.recipe, max_tokens=longest, device=settings.device, masters=False
-        )
+        decoder = _load(settings, longest)
         check_vocabulary(self.encoded, decoder.config.vocab_size, settings.model)
         stops = stop_token_ids(self.tokenizer, load_generation_config(settings.model), decoder.hf_config)
         recipe = settings.recipe
@@ -202,6 +200,17 @@ class Generator:
             "mean_logprob": sum(logprobs) / num_tokens,
         }
         return row | {"tokens": completion.tokens, "rollout_logprobs": logprobs} if self.settings.logprobs else row
+
+
+def _load(settings: Settings, longest: int) -> Decoder:
+    """The model, able to sample and no more; ValueError where a GPU has no room for it."""
+    try:
+        return load_decoder(settings.model, settings.recipe, max_tokens=longest, device=settings.device, masters=False)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"the weights of {settings.model!r} under recipe {settings.recipe.name!r} do not fit on {settings.device}: "
+            f"{str(error).splitlines()[0]} Free the GPU, or take a smaller model or an FP8 recipe"
+        ) from error
 
 
 def _fingerprint(decoder: Decoder) -> str:

@@ -48,7 +48,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         ValueError: the file cannot be read, holds no prompt, or has bad rows, the first of which are named.
     """
     name = "the standard input" if path == STDIN else str(path)
-    if path != STDIN and not path.is_file():
+    if path != STDIN and (path.is_dir() or not path.exists()):  # a pipe is as good as a file
         raise ValueError(f"{path} is no file of prompts. Give text, a prompt a line, or JSONL with prompt or messages")
     prompts, bad = [], []
     for place, row in _rows(path):

@@ -1,7 +1,7 @@
 """benchmarks/rollout.py on a tiny shape: protocols are kept and gone on with, and sum up what they measured."""
 
+import functools
 import json
-from functools import partial
 
 import pytest
 import rollout
@@ -19,13 +19,19 @@ def measured(tmp_path, monkeypatch):
     shape = AutoConfig.from_pretrained(TINY_MODEL)
     made = []
 
-    def random_decoder(*arguments, **options):
-        made.append(arguments)
-        return original(*arguments, **{**options, "max_tokens": 128})
+    @functools.cache
+    def of_recipe(recipe):
+        return original(rollout.decoder_config(shape), shape, recipe, max_tokens=128, device="cpu")
 
-    original = partial(rollout.random_decoder, device="cpu")
+    def random_decoder(config, hf_config, recipe, max_tokens):
+        made.append(recipe)
+        return of_recipe(recipe)
+
+    original = rollout.random_decoder
     monkeypatch.setattr(rollout, "SHAPES", dict.fromkeys(rollout.SHAPES, shape))
     monkeypatch.setattr(rollout, "random_decoder", random_decoder)
+    monkeypatch.setattr(rollout, "Engine", lambda *arguments: None)
+    monkeypatch.setattr(rollout.gc, "collect", lambda: 0)
     monkeypatch.setattr(rollout, "copy_speed", lambda: 4000.0)
     monkeypatch.setattr(rollout, "BATCHES", (1, 3))
     monkeypatch.setattr(rollout, "CONCURRENCIES", (2, 4, 10**9))
@@ -68,11 +74,7 @@ def test_protocols_are_kept_and_not_measured_again(measured, tmp_path, monkeypat
 
 def test_the_bound_is_in_the_note(measured):
     _, rows = measured("L")
-    decoder = rollout.random_decoder(
-        rollout.decoder_config(rollout.SHAPES["llama-3.1-8b"]),
-        rollout.SHAPES["llama-3.1-8b"],
-        rollout.get_recipe("bf16"),
-    )
+    decoder = rollout.random_decoder(None, None, rollout.get_recipe("bf16"), max_tokens=128)
     bound = 4 / (rollout.step_bytes(decoder, 4, 2000) / 4e12)
     assert rows["L/llama-3.1-8b/bf16/4 tok_s"].note == f"{0.8 / bound:.0%} of the bound of decode, {bound:,.0f}"
 

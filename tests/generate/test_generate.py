@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from training_runs import TINY_MODEL, in_a_child, signal_at
 
 from octavo import cli
@@ -140,22 +141,23 @@ def test_a_run_may_grow(prompts, tmp_path, capsys):
     assert output.read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "option, said",
-    [
-        (("--seed", 6), "seed: 5 -> 6"),
-        (("--temperature", 0.5), "sampling.temperature: 1.0 -> 0.5"),
-        (("--top-k", 2), "sampling.top_k: 0 -> 2"),
-        (("--recipe", "bf16"), "recipe: 'block128' -> 'bf16'"),
-        (("--kv-cache", "bf16"), "kv_cache: 'fp8' -> 'bf16'"),
-    ],
-)
-def test_another_setting_is_not_mixed_in(option, said, prompts, tmp_path, capsys):
+OTHERS = {
+    "seed: 5 -> 6": ("--seed", 6),
+    "sampling.temperature: 1.0 -> 0.5": ("--temperature", 0.5),
+    "sampling.top_k: 0 -> 2": ("--top-k", 2),
+    "recipe: 'block128' -> 'bf16'": ("--recipe", "bf16"),
+    "kv_cache: 'fp8' -> 'bf16'": ("--kv-cache", "bf16"),
+    "max_tokens: 6 -> 7": ("--max-tokens", 7),
+}
+
+
+def test_another_setting_is_not_mixed_in(prompts, tmp_path, capsys):
     arguments = (TINY_MODEL, "--prompts", prompts, "--output", tmp_path / "out.jsonl", *OPTIONS)
     assert run(*arguments) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
-    assert run(*arguments, "--resume", *option) == 2
-    assert said in capsys.readouterr().err and (tmp_path / "out.jsonl").read_bytes() == before
+    for said, option in OTHERS.items():
+        assert run(*arguments, "--resume", *option) == 2
+        assert said in capsys.readouterr().err and (tmp_path / "out.jsonl").read_bytes() == before
 
 
 def test_another_model_is_not_mixed_in(prompts, tmp_path, capsys):
@@ -168,6 +170,35 @@ def test_another_model_is_not_mixed_in(prompts, tmp_path, capsys):
     )
     assert run(*arguments) == 2
     assert "rope.rope_theta: " in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_too_small_is_one_line(monkeypatch, capsys):
+    def load(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB.\nSee the documentation")
+
+    monkeypatch.setattr(generation, "load_decoder", load)
+    assert run(TINY_MODEL, "1+1=") == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1 and "do not fit on cpu: CUDA out of memory. Tried to allocate 96.00 MiB. Free" in error
+    )
+
+
+def test_a_pipe_is_as_good_as_a_file(capsys):
+    command = f"{sys.executable} -c 'import sys; from octavo.generate.prompt_files import read_prompts, Path; "
+    command += "print([p.fields for p in read_prompts(Path(sys.argv[1]))])' <(printf '1+1=\\n2+2=\\n')"
+    result = subprocess.run(["bash", "-c", command], cwd=REPO, capture_output=True, text=True)
+    assert result.stdout == "[{'prompt': '1+1='}, {'prompt': '2+2='}]\n", result.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_size_of_the_engine_changes_nothing(prompts, tmp_path, capsys):
+    files = tmp_path / "fits.jsonl", tmp_path / "small.jsonl"
+    arguments = (TINY_MODEL, "--prompts", prompts, "--device", "cuda", "--max-tokens", 40, "--group-size", 8)
+    assert run(*arguments, "--output", files[0]) == 0
+    assert "up to 96 sequences at once" in capsys.readouterr().err
+    assert run(*arguments, "--output", files[1], "--kv-cache-tokens", 128, "--max-sequences", 5) == 0
+    assert files[0].read_bytes() == files[1].read_bytes() and len(rows_of(files[0])) == 96
 
 
 def test_json_lines_are_printed_as_they_are(tmp_path, monkeypatch, capsysbinary):
@@ -210,7 +241,7 @@ def test_lines_say_how_far_it_is_where_there_is_no_terminal(prompts, tmp_path, m
         (("1+1=", "--output", "no/out.jsonl"), "--output no/out.jsonl lies in a folder that does not exist"),
         (("1+1=", "--max-sequences", "0"), "max_sequences must be at least 1; got 0"),
         (("1+1=", "--kv-cache-tokens", "-5"), "kv_cache_tokens must be at least 1; got -5"),
-        (("1+1=", "--kv-cache-tokens", "16"), "the KV cache has 1"),
+        (("1+1=", "--kv-cache-tokens", "16"), "--kv-cache-tokens 16 is less than the 144 that the longest prompt and"),
         (("1+1=", "--min-p", "1"), "min_p is in [0, 1); got 1.0"),
         (("1+1=", "--top-k", "-1"), "top_k is at least 0"),
         (("1+1=", "--chat-template", "always"), "prompt 1: chat_template='always' wants a tokenizer with a chat"),
