@@ -1,6 +1,6 @@
 """The file of completions: rows as they finish, whole lines whatever happens, in the order of the prompts at the end.
 
-Beside it stands FILE.settings.json, which says what the completions are of and keeps other processes out.
+Beside it stands FILE.settings.json, which says what the completions are of.
 """
 
 from __future__ import annotations
@@ -64,21 +64,20 @@ class CompletionFile:
         Raises:
             ValueError: what is there is of other settings or prompts; another process writes it; the disk refuses.
         """
-        if self._holds_rows:
-            self._check_settings(settings)
-        else:
-            write_whole(self.settings, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
-        self._lock = os.open(self.settings, os.O_RDONLY)
         try:
+            self._lock = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"{self.path} is being written by another octavo process. Wait for it") from error
-        if self._holds_rows:
-            self._lines.cut(self.path.stat().st_size)
-            for number, row in enumerate(self._rows(), start=1):
-                self.done.add(self._place(f"{self.path}, line {number}", row, prompts, group_size))
-        elif not self.path.exists():
-            self.path.touch()
+        except OSError as error:
+            raise self._refused(error) from error
+        if not self._holds_rows:
+            write_whole(self.settings, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
+            return
+        self._check_settings(settings)
+        self._lines.cut(self.path.stat().st_size)
+        for number, row in enumerate(self._rows(), start=1):
+            self.done.add(self._place(f"{self.path}, line {number}", row, prompts, group_size))
 
     def add(self, row: dict[str, Any]) -> None:
         """Write a row.

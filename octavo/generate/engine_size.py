@@ -10,7 +10,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.rollout.cuda_graph import padded_size
 from octavo.rollout.engine import EngineConfig
 from octavo.trainer.memory import FRAGMENTATION, LIBRARY_BYTES, binary_size, rollout_bytes, workspace_bytes
-from octavo.trainer.memory_held import kv_token_bytes
+from octavo.trainer.memory_held import forward_bytes, kv_token_bytes
 
 REFERENCE_SEQUENCES = 64
 """At once, where no kernels run: there a step's time grows with every one of them."""
@@ -72,6 +72,7 @@ def _room(demand: Demand, shape: DecoderConfig, recipe: Recipe, sequences: int, 
     prefill_tokens = max(usual.max_prefill_tokens, demand.longest)
     prefill, decode = rollout_bytes(shape, recipe, rows, prefill_tokens, demand.truncates)
     page_table = 4 * rows * -(-demand.longest // usual.page_size)
-    held = page_table + workspace_bytes(rows, usual.cuda_graphs)
+    copies = forward_bytes(shape, recipe, on_gpu=True).operands  # made by the first products
+    held = page_table + copies + workspace_bytes(rows, usual.cuda_graphs)
     room = math.floor((free - LIBRARY_BYTES - decode) / (1 + FRAGMENTATION)) - held - max(prefill, decode)
     return (room // (usual.page_size * kv_token_bytes(shape, recipe)) - 1) * usual.page_size

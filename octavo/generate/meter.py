@@ -42,7 +42,8 @@ class Meter:
             return
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
         times = (TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, *times, console=self.display.console, transient=True) as progress:
+        console = self.display.console
+        with Progress(*columns, *times, console=console, transient=True, redirect_stdout=False) as progress:
             task = progress.add_task("generate", total=self.total, speed="")
 
             def advance(count: int) -> None:

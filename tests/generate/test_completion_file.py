@@ -131,6 +131,14 @@ def test_without_its_settings_a_file_is_not_gone_on_with(path):
         CompletionFile(path, resume=True)
 
 
+def test_a_second_process_comes_too_late_before_the_first_row(tmp_path):
+    file = opened(tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="out.jsonl is being written by another octavo process"):
+        opened(tmp_path / "out.jsonl", settings={**SETTINGS, "seed": 9})
+    assert json.loads(file.settings.read_text()) == SETTINGS
+    file.close()
+
+
 def test_two_processes_do_not_write_the_same_file(path):
     file = opened(path, resume=True)
     with pytest.raises(ValueError, match="out.jsonl is being written by another octavo process"):

@@ -8,6 +8,7 @@ from octavo.generate.engine_size import Demand, engine_config
 from octavo.models.config import DecoderConfig
 from octavo.numerics.recipe import get_recipe
 from octavo.trainer.memory import FRAGMENTATION, GIB, LIBRARY_BYTES, rollout_bytes, workspace_bytes
+from octavo.trainer.memory_held import forward_bytes
 
 QWEN3_8B = DecoderConfig(
     family="qwen3",
@@ -74,3 +75,12 @@ def test_what_was_asked_for_is_taken_or_refused():
 def test_a_gpu_without_room_for_one_completion_is_refused():
     with pytest.raises(ValueError, match=r"room for 0 tokens beside the weights, in 1.00 GiB .* Lower --kv-"):
         size_of(LONG, GIB)
+
+
+def test_copies_that_kernels_make_of_odd_widths_take_from_the_cache():
+    odd = replace(QWEN3_8B, intermediate_size=12288 + 64)
+    copies = forward_bytes(odd, RECIPE, on_gpu=True).operands
+    assert copies > GIB and forward_bytes(QWEN3_8B, RECIPE, on_gpu=True).operands == 0
+    rooms = [engine_config(LONG, shape, RECIPE, 60 * GIB).kv_cache_tokens for shape in (QWEN3_8B, odd)]
+    widest = [max(rollout_bytes(shape, RECIPE, 256, LONG.longest, False)) for shape in (QWEN3_8B, odd)]
+    assert (rooms[0] - rooms[1]) * TOKEN_BYTES == pytest.approx(copies + widest[1] - widest[0], rel=0.01)
