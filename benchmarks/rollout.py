@@ -10,7 +10,8 @@ L   Llama-3.1-8B, 1,000 -> 2,000, all at once, at the best of several concurrenc
 D   Qwen3-32B, decode steps at 2K, FP8 over BF16
 
 Protocols are commands of their own: what was measured at the same commit on the same device is kept, and not measured
-again; remove the file to begin anew. With OUT set the file is written there.
+again; remove the file to begin anew. With OUT set the file is written there. OCTAVO_COMMIT names the commit
+where git cannot.
 
 Every figure is of exact rollout, whose log-probabilities are training's to the bit. There is no faster mode without
 that to set beside it: back ends that agree are chosen per shape (docs/kernels.md), and nothing else is kept in reserve.
