@@ -28,7 +28,7 @@ from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig
 from octavo.rollout.scheduler import PromptGroup
 from octavo.rollout.scheduler import Sequence as Running
-from octavo.trainer.memory_held import count_parameters
+from octavo.trainer.memory_held import forward_bytes
 
 NEW_TOKENS = 128
 """Of each sequence, for which there is room while its steps are measured."""
@@ -82,11 +82,10 @@ def decode_speeds(
     try:
         decoder = random_decoder(config, hf_config, recipe, longest)
     except torch.OutOfMemoryError as error:
+        gigabytes = forward_bytes(config, recipe, on_gpu=True).stored / 1e9
         raise ValueError(
-            f"the weights do not fit this GPU: their FP32 masters, which they are quantised from, take "
-            f"{4 * count_parameters(config) / 1e9:.0f} GB. Take a smaller model"
+            f"the weights take {gigabytes:.0f} GB in {recipe.name}, which this GPU did not give. Take a smaller model"
         ) from error
-    torch.cuda.empty_cache()  # the masters are gone
     num_tokens, free = max(batches) * longest, torch.cuda.mem_get_info()[0]
     if max(batches) > max_batch(decoder, longest, free):
         raise ValueError(

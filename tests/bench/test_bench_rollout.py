@@ -96,14 +96,5 @@ def test_weights_that_do_not_fit_are_refused(pretended_gpu, monkeypatch):
     monkeypatch.setattr(rollout, "random_decoder", full)
     config, hf_config = read_config(MODEL)
     large = replace(config, num_layers=20000)
-    with pytest.raises(ValueError, match="FP32 masters, which they are quantised from, take 47 GB. Take a smaller"):
+    with pytest.raises(ValueError, match="weights take 12 GB in block128, which this GPU did not give. Take a smaller"):
         decode_speeds(large, hf_config, get_recipe("block128"), [1], [64])
-
-
-def test_the_memory_of_the_masters_is_given_back_before_what_is_free_is_asked(pretended_gpu, monkeypatch):
-    free = [0]
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 8 * 10**9))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 9 * 10**9))
-    monkeypatch.setattr(rollout, "copy_speed", lambda: 1000.0)
-    (speed,) = decode_speeds(*read_config(MODEL), get_recipe("block128"), [2], [20])
-    assert (speed.batch, speed.context) == (2, 20) and speed.step_ms > 0.0
