@@ -45,8 +45,9 @@ def load_decoder(
     max_tokens: int | None = None,
     dither_seed: int | None = None,
     device: str | torch.device = "cpu",
+    master_format: Literal["fp32", "bf16"] = "fp32",
 ) -> Decoder:
-    """Read a model, fill the masters in FP32 and quantise them.
+    """Read a model, fill the masters and quantise them.
 
     Args:
         path: Hugging Face folder or hub id.
@@ -55,6 +56,7 @@ def load_decoder(
         dither_seed: if given, move each master at random inside the interval that rounds to its BF16 value, so that
             weights do not sit on FP8 rounding ties together (`dither_masters`).
         device: where the decoder lives.
+        master_format: of matrices.
 
     Raises:
         ValueError: the folder is missing, incomplete, damaged, or not a supported model; the recipe's kernels do not
@@ -96,6 +98,8 @@ def load_decoder(
         )
     if dither_seed is not None:
         dither_masters_(decoder, dither_seed)
+    if master_format == "bf16":
+        decoder.round_masters_()
     decoder.to(device)
     decoder.requantize_()
     fp8_folder.put_bytes_(decoder, weights)

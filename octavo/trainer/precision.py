@@ -28,6 +28,7 @@ def declared_flow(config: TrainConfig) -> PrecisionFlow:
         rollout=config.precision.rollout_recipe(),
         train=config.precision.train_recipe(),
         reference=config.algorithm.kl.coefficient != 0.0,
+        masters=config.optimizer.master_format,
     )
 
 

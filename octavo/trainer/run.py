@@ -145,6 +145,7 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         max_tokens=config.max_tokens,
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
+        master_format=config.optimizer.master_format,
     )
     policy.recompute_layers = config.trainer.recompute_layers
     display.line(describe(policy))
@@ -280,7 +281,7 @@ def make_optimizer(run: Run) -> Optimizer:
     num_updates = policy_steps(run.config) * trainer.num_mini_batches
     parameters = dict(run.policy.named_parameters())
     fused = all(parameter.is_cuda for parameter in parameters.values())
-    return Optimizer(parameters, run.config.optimizer, num_updates, fused)
+    return Optimizer(parameters, run.config.optimizer, num_updates, fused, run.config.seed)
 
 
 def policy_steps(config: TrainConfig, done: int = 0) -> int:
@@ -298,6 +299,7 @@ def load_reference(config: TrainConfig) -> Decoder | None:
         max_tokens=config.max_tokens,
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
+        master_format=config.optimizer.master_format,
     )
     check_observed(declared_flow(config).graph("reference"), reference, packed_cache(reference))
     return reference.requires_grad_(False)
