@@ -9,6 +9,7 @@ from rich.table import Table
 
 from octavo.bench.gemm import Gain, verdict
 from octavo.bench.rollout import DecodeSpeed
+from octavo.bench.train import TrainSpeed
 
 
 def show_gains(gains: Sequence[Gain], recipe: str, console: Console) -> None:
@@ -37,6 +38,22 @@ def show_decode(speeds: Sequence[DecodeSpeed], console: Console) -> None:
         shown = f"{s.step_ms:.2f}", f"{s.bound_ms:.2f}", f"{s.bandwidth_share:.0%}", f"{s.tok_s:,.0f}"
         table.add_row(f"{s.batch:,}", f"{s.context:,}", *shown)
     console.print(table)
+
+
+def show_training(speeds: Sequence[TrainSpeed], console: Console) -> None:
+    """Each batch's step, and the other passes over it."""
+    columns = "tokens", "sequences of", "tok/s", "TFLOP/s", "ms a step", "reference", "shadow", "weight update", "GiB"
+    table = Table(*columns)
+    for column in table.columns:
+        column.justify = "right"
+    for s in speeds:
+        times = (f"{ms:.1f}" for ms in (s.step_ms, s.reference_ms, s.shadow_ms, s.weight_update_ms))
+        speed = f"{s.tok_s:,.0f}", f"{s.tflop_s:.0f}"
+        table.add_row(f"{s.tokens:,}", f"{s.sequence_tokens:,}", *speed, *times, f"{s.peak_gib:.1f}")
+    console.print(table)
+    for formats in dict.fromkeys(s.formats for s in speeds):
+        tokens = ", ".join(f"{s.tokens:,}" for s in speeds if s.formats == formats)
+        console.print(f"{formats} with {tokens} tokens")
 
 
 def show_comparison(rows: Sequence[tuple[str, str, str, str]], names: tuple[str, str], console: Console) -> None:

@@ -52,17 +52,32 @@ class Row:
 
 
 class Results:
-    """The figures of one benchmark as they come: each is printed, and the file holds all so far."""
+    """The figures of one benchmark as they come: each is printed, and the file holds all so far.
 
-    def __init__(self, name: str, command: str) -> None:
+    Args:
+        name, command: of the benchmark.
+        resume: keep the figures of an earlier run that is there; those of the same case and metric are replaced.
+
+    Raises:
+        ValueError: a file of that name is there, and is no result file.
+    """
+
+    def __init__(self, name: str, command: str, resume: bool = False) -> None:
         self.name, self.command = name, command
-        self.rows: list[Row] = []
+        path = result_path(name)
+        self.rows = list(read_results(path).values()) if resume and path.exists() else []
 
     def add(self, row: Row) -> None:
         """Print a figure and write benchmarks/results/NAME.json, or NAME.json under $OUT if that is set."""
-        self.rows.append(row)
+        others = [each for each in self.rows if (each.case, each.metric) != (row.case, row.metric)]
+        self.rows = [*others, row]
         print(row.line(), flush=True)
         write_results(self.name, self.command, self.rows)
+
+
+def result_path(name: str) -> Path:
+    """benchmarks/results/NAME.json, or NAME.json under $OUT if that is set."""
+    return Path(os.environ.get("OUT", "benchmarks/results")) / f"{name}.json"
 
 
 def write_results(name: str, command: str, rows: list[Row]) -> Path:
@@ -76,7 +91,7 @@ def write_results(name: str, command: str, rows: list[Row]) -> Path:
         "date": datetime.date.today().isoformat(),
         "rows": [asdict(row) for row in rows],
     }
-    path = Path(os.environ.get("OUT", "benchmarks/results")) / f"{name}.json"
+    path = result_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(result, indent=1) + "\n")
     return path

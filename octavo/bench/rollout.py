@@ -82,9 +82,14 @@ def decode_speeds(
 
 @torch.no_grad()
 def random_decoder(
-    config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, max_tokens: int, device: str = "cuda"
+    config: DecoderConfig,
+    hf_config: PretrainedConfig,
+    recipe: Recipe,
+    max_tokens: int,
+    device: str = "cuda",
+    masters: bool = False,
 ) -> Decoder:
-    """A decoder with random weights, without the masters of its matrices: it can sample, and no more."""
+    """A decoder with random weights; without the masters of its matrices it can sample, and no more."""
     with torch.device(device):
         decoder = Decoder(config, hf_config, recipe, max_tokens=max_tokens)
         for name, parameter in decoder.named_parameters():
@@ -94,7 +99,7 @@ def random_decoder(
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     decoder.requantize_()
     for parameter in decoder.parameters():
-        if parameter.ndim > 1:
+        if parameter.ndim > 1 and not masters:
             parameter.data = parameter.data.new_empty(0)
     return decoder
 
