@@ -172,7 +172,7 @@ def precision(name: str) -> Recipe:
 
 
 def every_peer(results: Results) -> None:
-    """torchao's layers in the 8B shape: weights in BF16, gradients in FP32, moments in int8, as the masters of FORMATS[2]."""
+    """torchao's layers in the 8B shape: weights in BF16, gradients in FP32, moments in int8."""
     hf_config, formats = SHAPES["8b"], FORMATS[2]
     batch = random_batch(hf_config.vocab_size, TOKENS, TOKENS, "cuda")
     for name, convert in peers().items():
