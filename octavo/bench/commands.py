@@ -126,6 +126,55 @@ def bench_train(
         show_training(speeds, Console(highlight=False, soft_wrap=True))
 
 
+@bench.command(
+    "step",
+    epilog="- `octavo bench step --model Qwen/Qwen3-1.7B`\n\n"
+    "- `octavo bench step --model models/smollm2 --recipe w8a16 --completion-tokens 512 --prompts 16`",
+)
+def bench_step(
+    model: Annotated[str, typer.Option(metavar="FOLDER", help="Model folder or hub id; its config.json is read.")],
+    recipe: Annotated[str, typer.Option(help="Precision flow.")] = "block128",
+    kv_cache: Annotated[str, typer.Option(help="Format of keys and values: fp8 or bf16.")] = "fp8",
+    completion_tokens: Annotated[
+        list[int] | None, typer.Option(min=2, help="Tokens of each completion, repeatable. [default: 1024]")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a step, a multiple of the mini-batches.")] = 8,
+    group_size: Annotated[int, typer.Option(min=1, help="Completions of each.")] = 8,
+    mini_batches: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """How long a GRPO step of a model of this shape takes on this GPU, phase by phase, beside what it must take.
+
+    Weights are random, and completions have a forced length.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from octavo.bench.page import show_steps
+    from octavo.bench.step import StepWork, step_time
+    from octavo.models.config import read_config
+    from octavo.numerics.recipe import get_recipe
+
+    chosen = get_recipe(recipe, kv_cache=kv_cache)
+    works = [
+        StepWork(
+            completion_tokens=length,
+            prompt_tokens=prompt_tokens,
+            num_prompts=prompts,
+            group_size=group_size,
+            num_mini_batches=mini_batches,
+        )
+        for length in completion_tokens or [1024]
+    ]
+    steps = [step_time(*read_config(model), chosen, work) for work in works]
+    if as_json:
+        print(json.dumps([asdict(step) | {"tok_s": step.tok_s} for step in steps], indent=1))
+    else:
+        show_steps(steps, Console(highlight=False, soft_wrap=True))
+
+
 @bench.command("compare", epilog="- `octavo bench compare benchmarks/results/gemm.json /tmp/gemm.json`")
 def bench_compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="Result file of a benchmark.")],

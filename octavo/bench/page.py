@@ -9,6 +9,7 @@ from rich.table import Table
 
 from octavo.bench.gemm import Gain, verdict
 from octavo.bench.rollout import DecodeSpeed
+from octavo.bench.step import PHASES, StepTime
 from octavo.bench.train import TrainSpeed
 
 
@@ -54,6 +55,21 @@ def show_training(speeds: Sequence[TrainSpeed], console: Console) -> None:
     for formats in dict.fromkeys(s.formats for s in speeds):
         tokens = ", ".join(f"{s.tokens:,}" for s in speeds if s.formats == formats)
         console.print(f"{formats} with {tokens} tokens")
+
+
+def show_steps(steps: Sequence[StepTime], console: Console) -> None:
+    """Seconds of each phase, measured / predicted, for each length of completions."""
+    lengths = [f"{step.work.completion_tokens:,} tokens" for step in steps]
+    table = Table("seconds, measured / predicted", *lengths)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for phase in PHASES:
+        table.add_row(phase, *(f"{step.measured[phase]:.2f} / {step.predicted[phase]:.2f}" for step in steps))
+    table.add_row("step", *(f"{step.seconds:.2f} / {sum(step.predicted.values()):.2f}" for step in steps))
+    table.add_row("tok/s", *(f"{step.tok_s:,.0f}" for step in steps))
+    console.print(table)
+    for length, step in zip(lengths, steps, strict=True):
+        console.print(f"{length}: {step.work.num_sequences} sequences, {step.at_once} at once; {step.formats}")
 
 
 def show_comparison(rows: Sequence[tuple[str, str, str, str]], names: tuple[str, str], console: Console) -> None:

@@ -168,21 +168,27 @@ def time_passes(decoder: Decoder, batch: MiniBatch, formats: TrainFormats, calls
 
 def train_once(decoder: Decoder, optimizer: Optimizer, batch: MiniBatch) -> None:
     """Forward, PPO loss, backward, optimiser step, re-quantisation."""
-    (microbatch,) = batch.microbatches
-    logprobs, _ = packed_logprobs(decoder, microbatch, 1.0)
-    old = replace(microbatch, old_logprobs=logprobs.detach())
-    losses = policy_losses(PPOClip(), logprobs, old, BOUNDS, torch.ones_like(logprobs))
-    reduce_loss(
-        losses,
-        microbatch.loss_mask,
-        microbatch.sequence_index,
-        "token_mean",
-        num_loss_tokens=batch.num_loss_tokens,
-        num_sequences=batch.num_sequences,
-        max_completion_tokens=len(microbatch.tokens),
-    ).backward()
+    accumulate(decoder, batch)
     optimizer.step()
     decoder.requantize_()
+
+
+def accumulate(decoder: Decoder, batch: MiniBatch) -> None:
+    """Forward, PPO loss and backward of every microbatch; without old log-probabilities every ratio is 1."""
+    for microbatch in batch.microbatches:
+        logprobs, _ = packed_logprobs(decoder, microbatch, 1.0)
+        if microbatch.old_logprobs is None:
+            microbatch = replace(microbatch, old_logprobs=logprobs.detach())
+        losses = policy_losses(PPOClip(), logprobs, microbatch, BOUNDS, torch.ones_like(logprobs))
+        reduce_loss(
+            losses,
+            microbatch.loss_mask,
+            microbatch.sequence_index,
+            "token_mean",
+            num_loss_tokens=batch.num_loss_tokens,
+            num_sequences=batch.num_sequences,
+            max_completion_tokens=len(microbatch.tokens),
+        ).backward()
 
 
 def random_batch(vocab_size: int, tokens: int, sequence_tokens: int, device: str) -> MiniBatch:
@@ -210,15 +216,16 @@ def wall_milliseconds(call: Callable[[], object], device: torch.device, calls: i
     """Median time of a call that takes milliseconds, after two that compile and allocate."""
     times = []
     for _ in range(2 + calls):
-        _wait(device)
+        wait(device)
         start = time.perf_counter()
         call()
-        _wait(device)
+        wait(device)
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[2:])
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
