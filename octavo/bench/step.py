@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 from octavo.bench.gemm import linears_of, random_linear
 from octavo.bench.measure import copy_speed, milliseconds, require_cuda
 from octavo.bench.rollout import random_decoder, step_bytes
-from octavo.bench.train import FORMATS, TrainFormats, accumulate, model_flops, needed_bytes, wait
+from octavo.bench.train import FORMATS, TrainFormats, accumulate, check_length, model_flops, needed_bytes, wait
 from octavo.kernels.device import require_kernels
 from octavo.models.config import DecoderConfig
 from octavo.models.decoder import Decoder
@@ -120,6 +120,7 @@ def step_time(config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe
     require_kernels("cuda", recipe.high_precision)
     if recipe.forward_only:
         raise ValueError(f"recipe {recipe.name!r} has no backward; take block128, or another that trains")
+    check_length(config, work.longest, "--prompt-tokens or --completion-tokens")
     formats, cache_tokens = room(config, recipe, work, torch.cuda.mem_get_info()[0])
     rates = device_rates(config, recipe, work.microbatch_tokens)
     return bench_step(config, hf_config, recipe, work, rates, formats, cache_tokens)

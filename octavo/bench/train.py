@@ -110,6 +110,7 @@ def train_speeds(
     require_kernels("cuda", recipe.high_precision)
     if recipe.forward_only:
         raise ValueError(f"recipe {recipe.name!r} has no backward; take block128, or another that trains")
+    check_length(config, max(sequence_tokens for _, sequence_tokens in batches), "--sequence-tokens or --tokens")
     found = []
     for tokens, sequence_tokens in batches:
         formats = formats_that_fit(config, recipe, tokens, torch.cuda.mem_get_info()[0])
@@ -117,6 +118,15 @@ def train_speeds(
         gc.collect()
         torch.cuda.empty_cache()
     return found
+
+
+def check_length(config: DecoderConfig, tokens: int, options: str) -> None:
+    """ValueError where the model has fewer positions than a sequence; names the options that make it shorter."""
+    if tokens > config.max_positions:
+        raise ValueError(
+            f"sequences of {tokens} tokens were asked for, and the model has {config.max_positions} positions. Give "
+            f"fewer {options}"
+        )
 
 
 def bench_train(

@@ -88,6 +88,8 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     monkeypatch.setattr(step, "require_kernels", lambda device, precision: None)
     with pytest.raises(ValueError, match="recipe 'fp8_channel' has no backward"):
         step_time(*read_config(MODEL), get_recipe("fp8_channel"), WORK)
+    with pytest.raises(ValueError, match="positions. Give fewer --prompt-tokens or --completion-tokens"):
+        step_time(*read_config(MODEL), get_recipe("block128"), replace(WORK, completion_tokens=10**6))
 
 
 def test_the_command_prints_phases_or_json(monkeypatch):

@@ -114,6 +114,11 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     monkeypatch.setattr(train, "require_kernels", lambda device, precision: None)
     with pytest.raises(ValueError, match="recipe 'fp8_channel' has no backward"):
         train_speeds(*read_config(MODEL), get_recipe("fp8_channel"), [(64, 64)])
+    longest = read_config(MODEL)[0].max_positions
+    with pytest.raises(
+        ValueError, match=f"the model has {longest} positions. Give fewer --sequence-tokens or --tokens"
+    ):
+        train_speeds(*read_config(MODEL), get_recipe("block128"), [(longest + 1, longest + 1)])
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch):
