@@ -25,7 +25,7 @@ from octavo.rl.gae import (
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.divergence import Diverged
 from octavo.trainer.optimizer import Optimizer
-from octavo.trainer.run import Run
+from octavo.trainer.run import ROUNDING, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def load_critic(run: Run) -> CriticLearner | None:
     run.display.line(f"critic: {path}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}")
     masters = {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}
     num_updates = config.trainer.num_steps * updates_per_step(config)
-    optimizer = Optimizer(masters, config.critic.optimizer, num_updates, seed=config.seed)
+    optimizer = Optimizer(masters, config.critic.optimizer, num_updates, seed=run.seed(ROUNDING, 1))
     return CriticLearner(critic=critic, optimizer=optimizer)
 
 

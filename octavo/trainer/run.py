@@ -37,7 +37,7 @@ from octavo.trainer.problems import Benchmark, EncodedProblem, load_problems, pr
 from octavo.trainer.reference import Reference
 from octavo.trainer.reward_model import RewardModel
 
-TRAINING, EVALUATION, SHADOW, ROLLBACK = 0, 1, 2, 3
+TRAINING, EVALUATION, SHADOW, ROLLBACK, ROUNDING = 0, 1, 2, 3, 4
 """Streams of random numbers."""
 VLLMFactory = Callable[[TrainConfig, Decoder, Sequence[int], Callable[[str], None]], RolloutEngine]
 """Starts vLLM on a decoder's weights, with what ends a completion, and says so in a line:
@@ -317,7 +317,7 @@ def make_optimizer(run: Run) -> Optimizer:
     num_updates = policy_steps(run.config) * trainer.num_mini_batches
     parameters = dict(run.policy.named_parameters())
     fused = all(parameter.is_cuda for parameter in parameters.values())
-    return Optimizer(parameters, run.config.optimizer, num_updates, fused, run.config.seed)
+    return Optimizer(parameters, run.config.optimizer, num_updates, fused, run.seed(ROUNDING, 0))
 
 
 def policy_steps(config: TrainConfig, done: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import tiny_config as tiny_model
 from tiny_models import tiny_decoder
 from training_runs import resumable, run, same_run, signal_at
@@ -11,10 +12,13 @@ from octavo.layers.attention import PackedAttention
 from octavo.models.checkpoint import load_decoder
 from octavo.models.config import decoder_config
 from octavo.numerics.recipe import get_recipe
+from octavo.rl.calibration_config import EMAReference, GridCalibration
 from octavo.trainer.checkpoint import list_checkpoints
+from octavo.trainer.export import export_checkpoint
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.memory_held import estimate_memory
 from octavo.trainer.optimizer import Optimizer, OptimizerConfig
+from octavo.trainer.reference import Reference
 
 COMPACT = {"optimizer__state_format": "int8", "optimizer__master_format": "bf16"}
 SHORT = {"trainer__num_steps": 2, "trainer__shadow_interval": 0, "evaluation__interval": 0, "calibration": None}
@@ -107,6 +111,9 @@ def test_a_compact_run_resumes_to_the_bit(tmp_path, monkeypatch):
     (newest, *_) = list_checkpoints(tmp_path / "run")
     sizes = {name: sum(f.stat().st_size for f in newest.glob(f"{name}-*")) for name in ("policy", "optimizer")}
     assert sizes["optimizer"] < 1.1 * sizes["policy"], "codes of two moments beside BF16 masters"
+    export_checkpoint(tmp_path / "run", tmp_path / "exported", "newest")
+    exported, trained = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "run/model"))
+    assert exported.keys() == trained.keys() and all(torch.equal(exported[name], trained[name]) for name in trained)
     changed = resumable(tmp_path / "run", **SHORT | COMPACT | {"optimizer__state_format": "fp32"})
     with pytest.raises(ValueError, match="optimizer.state_format: 'int8' -> 'fp32'"):
         run(changed, resume=True)
@@ -141,6 +148,18 @@ def test_gradients_of_bf16_masters_are_those_of_fp32_ones():
     for name, grad in found[0].items():
         assert grad.dtype == found[1][name].dtype == torch.float32
         assert torch.equal(grad, found[1][name]) and grad.any(), name
+
+
+def test_an_average_follows_bf16_masters_in_fp32():
+    policy = tiny_decoder(tiny_model("llama"), get_recipe("block128"))
+    policy.round_masters_()
+    reference = Reference(policy, GridCalibration(reference=EMAReference(decay=0.75)), 1.0)
+    before, master = reference.own.embed_tokens.detach().clone(), policy.embed_tokens
+    with torch.no_grad():
+        master.add_(1.0)
+    reference.follow_()
+    assert reference.own.embed_tokens.dtype == torch.float32
+    torch.testing.assert_close(reference.own.embed_tokens.detach(), 0.75 * before + 0.25 * master.detach().float())
 
 
 @pytest.mark.parametrize("tied", [False, True])
