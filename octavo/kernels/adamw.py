@@ -4,8 +4,9 @@
     v = scale * (c / 255)^4               c uint8     likewise
 
 Codes lie densely near 0, where most of a block's values are. Each rounding is stochastic, to one of the two neighbours
-by chances that leave the mean as it was: a second moment moves by 0.1 % in a step and a master by less, and to nearest
-both would stay where they are. The random bits depend on a key and the element's place only.
+by chances that leave the mean as it was. To nearest a second moment, of which a step renews 0.1 %, would follow only
+gradients several times its root, and a BF16 master would not move at all at a rate of 1e-6. The random bits depend on
+a key and the element's place only.
 
 Eight-bit moments in blocks are Dettmers et al.'s (arXiv:2110.02861). As no v above 0 gets code 0, an element that is
 small in its block is never divided by 0 (the "zero-point problem" of arXiv:2309.01507).

@@ -106,6 +106,25 @@ def test_bf16_keeps_the_mean_of_what_it_rounds():
     assert same(stochastic_bf16(odd, torch.full((3,), 0xFFFF)), odd.bfloat16())
 
 
+def test_a_second_moment_follows_gradients_that_grow():
+    """In a block whose largest value stands still, all others are to grow to four times; to nearest none would move."""
+    grad = torch.full((256,), 1e-3)
+    grad[0] = 1.0
+    master, (first, second) = torch.zeros(256), new_moments((256,), codes=True)
+    exact = grad.square()
+    start = Moment(torch.zeros(256, dtype=torch.uint8), torch.zeros(1))
+    _store(start, SECOND, slice(0, 256), exact, torch.full((256,), 0x8000))
+    second.values.copy_(start.values), second.scale.copy_(start.scale)
+    grad[1:] = 2e-3
+    for number in range(1, 501):
+        adamw_(master, grad, first, second, Update(**{**vars(UPDATE), "number": number}), uniform_bits(0, number, 0))
+        exact = exact * 0.999 + grad.square() * 0.001
+    found = _values(second, SECOND, slice(0, 256))
+    assert exact[1] > 2.1e-6 and found[0] == pytest.approx(1.0, rel=1e-3)
+    assert found[1:].mean().item() == pytest.approx(exact[1].item(), rel=0.05)
+    assert (found[1:].sqrt() / exact[1].sqrt()).std() < 0.25
+
+
 def test_no_second_moment_above_0_gets_code_0():
     grad = torch.cat([torch.ones(1), torch.full((254,), 1e-9), torch.zeros(1)])
     master, (first, second) = torch.zeros(256), new_moments((256,), codes=True)
