@@ -38,6 +38,8 @@ from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import packed_logprobs
 
 PHASES = ("rollout", "old_logprobs", "reference", "shadow", "update", "weight_update")
+WARM_UP_TOKENS = 16
+"""Of a completion in the first step."""
 CACHE_SHARE = 0.95
 """Of the bytes that are left for keys and values."""
 
@@ -145,7 +147,7 @@ def bench_step(
     at_once = min(work.num_sequences, cache_tokens // work.longest)
     engine = Engine(policy, EngineConfig(kv_cache_tokens=cache_tokens, max_sequences=at_once), [])
     optimizer = Optimizer(dict(policy.named_parameters()), formats.optimizer, 1000, fused=device == "cuda")
-    run_step(replace(work, completion_tokens=min(work.completion_tokens, 32)), engine, reference, optimizer)
+    run_step(replace(work, completion_tokens=min(work.completion_tokens, WARM_UP_TOKENS)), engine, reference, optimizer)
     return StepTime(
         work=work,
         formats=str(formats),

@@ -38,8 +38,8 @@ class OptimizerConfig:
     warmup_steps: int = 0
     """Optimiser steps over which the learning rate rises from 0."""
     state_format: Literal["fp32", "int8"] = "fp32"
-    """Of the moments of matrices: int8 takes 2 bytes a weight for 8. It rounds to codes stochastically: the mean step is
-    FP32's, single step sizes are noisier."""
+    """Of the moments of matrices: int8 takes 2 bytes a weight for 8. Rounded stochastically: the mean step is FP32's,
+    single step sizes are noisier."""
     master_format: MasterFormat = "fp32"
     """Of the masters of matrices: bf16 takes 2 bytes a weight for 4, rounded stochastically after each update. The mean
     update is FP32's, the single weight moves by whole BF16 steps. Gradients stay FP32."""

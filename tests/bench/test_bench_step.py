@@ -36,13 +36,13 @@ def test_every_phase_of_a_step_runs_and_trains(recipe, kv_cache, formats, monkey
 
     monkeypatch.setattr(step, "run_step", spying)
     chosen = get_recipe(recipe, kv_cache=kv_cache)
-    work = replace(WORK, completion_tokens=40)
-    time = bench_step(*read_config(MODEL), chosen, work, RATES, formats, 2 * 44, device="cpu")
-    assert [entry[:2] for entry in seen] == [(32, 2), (40, 4)], "a short step first, two updates each"
+    work = replace(WORK, completion_tokens=20)
+    time = bench_step(*read_config(MODEL), chosen, work, RATES, formats, 2 * 24, device="cpu")
+    assert [entry[:2] for entry in seen] == [(16, 2), (20, 4)], "a short step first, two updates each"
     assert seen[0][2] + 2 == seen[1][2] and seen[1][3] < seen[1][4], "bytes follow each update"
     assert time.at_once == 2 and tuple(time.measured) == tuple(time.predicted) == PHASES
     assert all(seconds > 0.0 for seconds in (*time.measured.values(), *time.predicted.values()))
-    assert time.tok_s == pytest.approx(4 * 40 / sum(time.measured.values()))
+    assert time.tok_s == pytest.approx(4 * 20 / sum(time.measured.values()))
 
 
 def test_the_prediction_by_hand():

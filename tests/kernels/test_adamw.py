@@ -160,9 +160,8 @@ def test_the_kernel_in_the_interpreter_equals_the_reference():
         "import warnings\n"
         "from test_adamw import *\n"
         "warnings.simplefilter('ignore')  # NumPy's, of the random numbers' products\n"
-        "for dtype in (torch.float32, torch.bfloat16):\n"
-        "    for codes in (False, True):\n"
-        "        check_kernel('cpu', (5, 300), dtype, codes)\n"
+        "check_kernel('cpu', (3, 300), torch.bfloat16, True)\n"
+        "check_kernel('cpu', (2, 256), torch.float32, False)\n"
     )
 
 
