@@ -288,7 +288,7 @@ def main() -> None:
     wanted = sys.argv[1:] or list(PROTOCOLS)
     if unknown := set(wanted) - set(PROTOCOLS):
         sys.exit(f"protocols are {', '.join(PROTOCOLS)}; got {', '.join(sorted(unknown))}")
-    results = Results("rollout", f"python benchmarks/rollout.py {' '.join(sys.argv[1:])}".strip(), go_on=True)
+    results = Results("rollout", f"python benchmarks/rollout.py {' '.join(sys.argv[1:])}".strip(), resume=True)
     copy_gb_s = copy_speed()
     results.add(Row(case="copy", metric="gb_s", value=copy_gb_s, unit="GB/s"))
     for name in wanted:

@@ -150,7 +150,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as nowhere:
         if arguments.tiny:
             os.environ["OUT"] = nowhere
-        results = Results("vllm_rollout", f"PYTHONPATH=. python {' '.join(sys.argv)}", go_on=True)
+        results = Results("vllm_rollout", f"PYTHONPATH=. python {' '.join(sys.argv)}", resume=True)
         last = {"A": "A", "B": "B2"}
         missing = [p for p in wanted if not results.has(f"{last[p]}/{MODEL}/{arguments.precision}")]
         if missing:

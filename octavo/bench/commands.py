@@ -89,6 +89,92 @@ def bench_rollout(
         show_decode(speeds, Console(highlight=False, soft_wrap=True))
 
 
+@bench.command(
+    "train",
+    epilog="- `octavo bench train --model Qwen/Qwen3-8B`\n\n"
+    "- `octavo bench train --model models/smollm2 --recipe w8a16 --tokens 8192 --tokens 16384 --sequence-tokens 1024`",
+)
+def bench_train(
+    model: Annotated[str, typer.Option(metavar="FOLDER", help="Model folder or hub id; its config.json is read.")],
+    recipe: Annotated[str, typer.Option(help="Precision flow.")] = "block128",
+    kv_cache: Annotated[str, typer.Option(help="Format of keys and values: fp8 or bf16.")] = "fp8",
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=2, help="Tokens of a packed batch, repeatable. [default: 8192]")
+    ] = None,
+    sequence_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of each sequence in it. [default: one sequence]")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """How fast a model of this shape trains on this GPU: a step, the other passes, the weight update, memory.
+
+    Weights are random. Masters and moments are FP32 where that fits, else smaller; the formats are printed.
+    """
+    from rich.console import Console
+
+    from octavo.bench.page import show_training
+    from octavo.bench.train import train_speeds
+    from octavo.models.config import read_config
+    from octavo.numerics.recipe import get_recipe
+
+    chosen = get_recipe(recipe, kv_cache=kv_cache)
+    batches = [(count, sequence_tokens or count) for count in tokens or [8192]]
+    speeds = train_speeds(*read_config(model), chosen, batches)
+    if as_json:
+        print(json.dumps([{**vars(s), "tok_s": s.tok_s, "tflop_s": s.tflop_s} for s in speeds], indent=1))
+    else:
+        show_training(speeds, Console(highlight=False, soft_wrap=True))
+
+
+@bench.command(
+    "step",
+    epilog="- `octavo bench step --model Qwen/Qwen3-1.7B`\n\n"
+    "- `octavo bench step --model models/smollm2 --recipe w8a16 --completion-tokens 512 --prompts 16`",
+)
+def bench_step(
+    model: Annotated[str, typer.Option(metavar="FOLDER", help="Model folder or hub id; its config.json is read.")],
+    recipe: Annotated[str, typer.Option(help="Precision flow.")] = "block128",
+    kv_cache: Annotated[str, typer.Option(help="Format of keys and values: fp8 or bf16.")] = "fp8",
+    completion_tokens: Annotated[
+        list[int] | None, typer.Option(min=2, help="Tokens of each completion, repeatable. [default: 1024]")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a step, a multiple of the mini-batches.")] = 8,
+    group_size: Annotated[int, typer.Option(min=1, help="Completions of each.")] = 8,
+    mini_batches: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """How long a GRPO step of a model of this shape takes on this GPU, phase by phase, beside what it must take.
+
+    Weights are random, and completions have a forced length.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from octavo.bench.page import show_steps
+    from octavo.bench.step import StepWork, step_time
+    from octavo.models.config import read_config
+    from octavo.numerics.recipe import get_recipe
+
+    chosen = get_recipe(recipe, kv_cache=kv_cache)
+    works = [
+        StepWork(
+            completion_tokens=length,
+            prompt_tokens=prompt_tokens,
+            num_prompts=prompts,
+            group_size=group_size,
+            num_mini_batches=mini_batches,
+        )
+        for length in completion_tokens or [1024]
+    ]
+    steps = [step_time(*read_config(model), chosen, work) for work in works]
+    if as_json:
+        print(json.dumps([asdict(step) | {"tok_s": step.tok_s} for step in steps], indent=1))
+    else:
+        show_steps(steps, Console(highlight=False, soft_wrap=True))
+
+
 @bench.command("compare", epilog="- `octavo bench compare benchmarks/results/gemm.json /tmp/gemm.json`")
 def bench_compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="Result file of a benchmark.")],

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from octavo.bench.gemm import Gain, verdict
 from octavo.bench.rollout import DecodeSpeed
+from octavo.bench.step import PHASES, StepTime
+from octavo.bench.train import TrainSpeed
 
 
 def show_gains(gains: Sequence[Gain], recipe: str, console: Console) -> None:
@@ -37,6 +39,37 @@ def show_decode(speeds: Sequence[DecodeSpeed], console: Console) -> None:
         shown = f"{s.step_ms:.2f}", f"{s.bound_ms:.2f}", f"{s.bandwidth_share:.0%}", f"{s.tok_s:,.0f}"
         table.add_row(f"{s.batch:,}", f"{s.context:,}", *shown)
     console.print(table)
+
+
+def show_training(speeds: Sequence[TrainSpeed], console: Console) -> None:
+    """Each batch's step, and the other passes over it."""
+    columns = "tokens", "sequences of", "tok/s", "TFLOP/s", "ms a step", "reference", "shadow", "weight update", "GiB"
+    table = Table(*columns)
+    for column in table.columns:
+        column.justify = "right"
+    for s in speeds:
+        times = (f"{ms:.1f}" for ms in (s.step_ms, s.reference_ms, s.shadow_ms, s.weight_update_ms))
+        speed = f"{s.tok_s:,.0f}", f"{s.tflop_s:.0f}"
+        table.add_row(f"{s.tokens:,}", f"{s.sequence_tokens:,}", *speed, *times, f"{s.peak_gib:.1f}")
+    console.print(table)
+    for formats in dict.fromkeys(s.formats for s in speeds):
+        tokens = ", ".join(f"{s.tokens:,}" for s in speeds if s.formats == formats)
+        console.print(f"{formats} with {tokens} tokens")
+
+
+def show_steps(steps: Sequence[StepTime], console: Console) -> None:
+    """Seconds of each phase, measured / predicted, for each length of completions."""
+    lengths = [f"{step.work.completion_tokens:,} tokens" for step in steps]
+    table = Table("seconds, measured / predicted", *lengths)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for phase in PHASES:
+        table.add_row(phase, *(f"{step.measured[phase]:.2f} / {step.predicted[phase]:.2f}" for step in steps))
+    table.add_row("step", *(f"{step.seconds:.2f} / {sum(step.predicted.values()):.2f}" for step in steps))
+    table.add_row("tok/s", *(f"{step.tok_s:,.0f}" for step in steps))
+    console.print(table)
+    for length, step in zip(lengths, steps, strict=True):
+        console.print(f"{length}: {step.work.num_sequences} sequences, {step.at_once} at once; {step.formats}")
 
 
 def show_comparison(rows: Sequence[tuple[str, str, str, str]], names: tuple[str, str], console: Console) -> None:

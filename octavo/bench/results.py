@@ -56,20 +56,30 @@ class Row:
 
 
 class Results:
-    """The figures of one benchmark as they come: each is printed, and the file holds all so far."""
+    """The figures of one benchmark as they come: each is printed, and the file holds all so far.
 
-    def __init__(self, name: str, command: str, go_on: bool = False) -> None:
+    Args:
+        name, command: of the benchmark.
+        resume: keep what a file that is there holds of the same commit and device, and the commands that measured it.
+
+    Raises:
+        ValueError: a file of that name is there, and is no result file.
+    """
+
+    def __init__(self, name: str, command: str, resume: bool = False) -> None:
         self.name, self.command = name, command
         self.rows: list[Row] = []
-        if go_on:
+        if resume:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Keep what the file holds of the same commit and device, and the commands that measured it."""
-        paths = (folder / f"{self.name}.json" for folder in (_folder(), RESULTS))
-        found = next((json.loads(path.read_text()) for path in paths if path.exists()), None)
-        if found is not None and found["commit"] == _commit() != UNKNOWN and found["device"] == _device():
-            self.rows = [Row(**row) for row in found["rows"]]
+        path = next((path for path in (result_path(self.name), RESULTS / f"{self.name}.json") if path.exists()), None)
+        if path is None:
+            return
+        rows = list(read_results(path).values())
+        found = json.loads(path.read_text())
+        if found["commit"] == _commit() != UNKNOWN and found["device"] == _device():
+            self.rows = rows
             self.command = "; ".join(dict.fromkeys([*found["command"].split("; "), self.command]))
 
     def has(self, case: str) -> bool:
@@ -86,6 +96,11 @@ class Results:
         write_results(self.name, self.command, self.rows)
 
 
+def result_path(name: str) -> Path:
+    """benchmarks/results/NAME.json, or NAME.json under $OUT if that is set."""
+    return (Path(os.environ["OUT"]) if "OUT" in os.environ else RESULTS) / f"{name}.json"
+
+
 def write_results(name: str, command: str, rows: list[Row]) -> Path:
     """Leave benchmarks/results/NAME.json, or NAME.json under $OUT if that is set; whole, or as it was before."""
     result = {
@@ -97,14 +112,10 @@ def write_results(name: str, command: str, rows: list[Row]) -> Path:
         "date": datetime.date.today().isoformat(),
         "rows": [asdict(row) for row in rows],
     }
-    path = _folder() / f"{name}.json"
+    path = result_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(result, indent=1) + "\n")
     return path
-
-
-def _folder() -> Path:
-    return Path(os.environ["OUT"]) if "OUT" in os.environ else RESULTS
 
 
 def _device() -> str:

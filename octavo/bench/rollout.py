@@ -99,22 +99,28 @@ def decode_speeds(
 
 @torch.no_grad()
 def random_decoder(
-    config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, max_tokens: int, device: str = "cuda"
+    config: DecoderConfig,
+    hf_config: PretrainedConfig,
+    recipe: Recipe,
+    max_tokens: int,
+    device: str = "cuda",
+    masters: bool = False,
 ) -> Decoder:
-    """A decoder with random weights, without the masters of its matrices: it can sample, and no more.
+    """A decoder with random weights; without the masters of its matrices it can sample, and no more.
 
-    Masters are there of one layer at a time, so a model fits whose masters together would not.
+    Then masters are there of one layer at a time, so a model fits whose masters together would not.
     """
     with torch.device(device):
         decoder = Decoder(replace(config, num_layers=0), hf_config, recipe, max_tokens=max_tokens)
         _fill(decoder)
-        decoder.quantize_onto_(device)
+        decoder.requantize_() if masters else decoder.quantize_onto_(device)
         for index in range(config.num_layers):
             block = Block(config, recipe, index)
             _fill(block)
             for layer in quantized_layers(block):
                 layer.requantize_()
-            drop_masters_(block)
+            if not masters:
+                drop_masters_(block)
             decoder.layers.append(block)
     decoder.config = config
     torch.cuda.empty_cache()  # what is left is what the device says

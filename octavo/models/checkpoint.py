@@ -46,8 +46,9 @@ def load_decoder(
     dither_seed: int | None = None,
     device: str | torch.device = "cpu",
     masters: bool = True,
+    master_format: Literal["fp32", "bf16"] = "fp32",
 ) -> Decoder:
-    """Read a model, fill the masters in FP32 and quantise them.
+    """Read a model, fill the masters and quantise them.
 
     Args:
         path: Hugging Face folder or hub id.
@@ -58,6 +59,7 @@ def load_decoder(
         device: where the decoder lives.
         masters: False keeps none of the matrices' and brings those of one layer at a time to the device: the decoder
             can sample, and no more.
+        master_format: of matrices.
 
     Raises:
         ValueError: the folder is missing, incomplete, damaged, or not a supported model; the recipe's kernels do not
@@ -99,6 +101,8 @@ def load_decoder(
         )
     if dither_seed is not None:
         dither_masters_(decoder, dither_seed)
+    if master_format == "bf16":
+        decoder.round_masters_()
     if masters:
         decoder.to(device)
         decoder.requantize_(policy_version=0)

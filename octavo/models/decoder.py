@@ -108,7 +108,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A dense decoder whose parameters are FP32 masters and whose forward reads the recipe's bytes.
+    """A dense decoder whose parameters are masters, FP32 unless they were rounded, and whose forward reads the recipe's
+    bytes.
 
     Args:
         config: the shape.
@@ -213,6 +214,13 @@ class Decoder(nn.Module):
         self._copy_vocabulary_()
         drop_masters_(self)
 
+    def round_masters_(self) -> None:
+        """Keep matrices in BF16 from here on, in half the memory; their gradients, and vectors, stay FP32."""
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                parameter.data = parameter.data.bfloat16()
+                parameter.grad_dtype = torch.float32
+
     def freeze_activation_scales_(self) -> None:
         """Start an RL step under static activation scales; nothing to do under other recipes."""
         if self.recipe.static_activation_scale:
@@ -301,5 +309,5 @@ class _Embed(torch.autograd.Function):
 
 
 def _embed(master: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of the BF16 copy; the gradient goes to the FP32 master."""
+    """Rows of the BF16 copy; the gradient, in FP32, goes to the master."""
     return _Embed.apply(master, rows, tokens)

@@ -50,13 +50,16 @@ class Module:
     """The module whose weight it reads instead of one of its own."""
 
 
-def declare_flow(modules: Sequence[Module], *, rollout: Recipe, train: Recipe, reference: bool = True) -> PrecisionFlow:
+def declare_flow(
+    modules: Sequence[Module], *, rollout: Recipe, train: Recipe, reference: bool = True, masters: Format = "fp32"
+) -> PrecisionFlow:
     """The graphs of a run.
 
     Args:
         modules: of the model, in the order of the forward pass.
         rollout, train: recipes of the two sides; old and reference log-probabilities are training's.
         reference: whether the run has a reference model.
+        masters: format of the matrices that the optimiser moves; vectors are FP32.
 
     Raises:
         ValueError: `keep_bf16` names no module, or part of a fused one; train is forward only.
@@ -64,10 +67,10 @@ def declare_flow(modules: Sequence[Module], *, rollout: Recipe, train: Recipe, r
     roles: list[tuple[Role, Recipe]] = [("rollout", rollout), ("old", train), ("train", train), ("export", train)]
     if reference:
         roles.insert(2, ("reference", train))
-    return PrecisionFlow(graphs=tuple(declare_graph(role, modules, recipe) for role, recipe in roles))
+    return PrecisionFlow(graphs=tuple(declare_graph(role, modules, recipe, masters) for role, recipe in roles))
 
 
-def declare_graph(role: Role, modules: Sequence[Module], recipe: Recipe) -> Graph:
+def declare_graph(role: Role, modules: Sequence[Module], recipe: Recipe, masters: Format = "fp32") -> Graph:
     """The graph of one role."""
     check_kept(modules, recipe)
     readers: dict[str, list[str]] = {}
@@ -76,7 +79,7 @@ def declare_graph(role: Role, modules: Sequence[Module], recipe: Recipe) -> Grap
             readers.setdefault(name, []).append(module.name)
     nodes = []
     for module in modules:
-        writer = _Writer(module, recipe, tuple(readers.get(module.name, ())))
+        writer = _Writer(module, recipe, tuple(readers.get(module.name, ())), masters)
         if role == "export":
             edges = writer.export() if module.shape and not module.tied_to else []
         else:
@@ -127,6 +130,8 @@ class _Writer:
     recipe: Recipe
     readers: tuple[str, ...]
     """Modules that read its output: its gradient comes from them."""
+    masters: Format
+    """Of matrices."""
 
     @property
     def high(self) -> Format:
@@ -173,17 +178,22 @@ class _Writer:
         ]
 
     def parameter(self, tensor: str = "W") -> list[Edge]:
-        """Master and gradient, FP32; a tied module has them in the other one."""
+        """Master and FP32 gradient; a tied module has them in the other one."""
         owner = (self.module.tied_to,) if self.module.tied_to else ()
         return [
-            self.edge("master", tensor, owner, COPY, "fp32"),
+            self.edge("master", tensor, owner, COPY, self.master(tensor)),
             self.edge("gradient", f"d{tensor}", owner, "", "fp32"),
         ]
+
+    def master(self, tensor: str) -> Format:
+        """Format of a parameter: FP32 of a vector."""
+        return self.masters if tensor == "W" and len(self.module.shape) > 1 else "fp32"
 
     def export(self) -> list[Edge]:
         """What is written at the end: masters rounded once."""
         tensors = ["W", *(["bias"] if self.module.bias else [])]
-        return [self.edge("export", tensor, (), "rounded from the FP32 master") for tensor in tensors]
+        kernels = {tensor: f"rounded from the {self.master(tensor).upper()} master" for tensor in tensors}
+        return [self.edge("export", tensor, (), kernel) for tensor, kernel in kernels.items()]
 
 
 def _projection(w: _Writer) -> tuple[list[Edge], list[Edge]]:

@@ -49,7 +49,7 @@ def flow_report(flow: PrecisionFlow, allow_mismatch: bool) -> list[RenderableTyp
         parts.append(Text("Rollout and training are one forward: no edge differs.\n"))
     parts.append(_list("Not FP8:", kept_lines(flow)))
     formats = dict.fromkeys(edge.format for node in flow.graph("export").nodes for edge in node.edges)
-    parts.append(Text(f"Export: model/ in {', '.join(formats)}, every FP32 master rounded once."))
+    parts.append(Text(f"Export: model/ in {', '.join(formats)}, every master rounded once."))
     return parts
 
 

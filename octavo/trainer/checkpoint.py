@@ -84,13 +84,14 @@ class Checkpoint:
                 wanted = "nothing of that name" if target is None else f"{target.dtype} {tuple(target.shape)}"
                 raise ValueError(
                     f"{self.path} holds {name} as {tensor.dtype} {tuple(tensor.shape)}, and this run has {wanted}: it "
-                    f"was left by another model or recipe. Give model.path and precision as the run had them"
+                    f"was left by another model, recipe or optimizer. Give model.path, precision and the formats of "
+                    f"optimizer as the run had them"
                 )
             target.copy_(tensor)
         if missing:
             raise ValueError(
-                f"{self.path} has no {next(iter(missing))!r}: it was left by another model or recipe. Give model.path "
-                f"and precision as the run had them"
+                f"{self.path} has no {next(iter(missing))!r}: it was left by another model, recipe or optimizer. "
+                f"Give model.path, precision and the formats of optimizer as the run had them"
             )
 
 

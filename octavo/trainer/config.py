@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from octavo.kernels.device import Kernels
+from octavo.numerics.recipe import get_recipe
 from octavo.rl.advantages import GRPOConfig, ReinforcePlusPlusConfig, RLOOConfig
 from octavo.rl.calibration_config import ExactCalibration, GridCalibration, SymmetricCalibration
 from octavo.rl.calibration_losses import plain_bounds, refusal, scale_of
@@ -295,6 +296,20 @@ class TrainConfig:
                 f"critic.warmup_steps={self.critic.warmup_steps} are all of trainer.num_steps={trainer.num_steps}, and "
                 f"the policy never learns. Lower it"
             )
+        if self.optimizer.master_format == "bf16" and self.model.dither_masters:
+            raise ValueError(
+                "model.dither_masters moves masters inside their BF16 intervals, and optimizer.master_format=bf16 "
+                "rounds them back. Use one of them"
+            )
+        for name, section, recipe in (
+            ("optimizer", self.optimizer, self.precision.train_recipe()),
+            ("critic.optimizer", self.critic.optimizer, get_recipe(self.critic.recipe)),
+        ):
+            if section.master_format == "bf16" and recipe.high_precision == "fp32":
+                raise ValueError(
+                    f"{name}.master_format=bf16 rounds the weights that recipe {recipe.name!r} multiplies in FP32. Use "
+                    f"fp32, or another recipe"
+                )
         if rollout.prompts_per_step % trainer.num_mini_batches:
             raise ValueError(
                 f"rollout.prompts_per_step={rollout.prompts_per_step} is not a multiple of "

@@ -25,7 +25,7 @@ from octavo.rl.gae import (
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.divergence import Diverged
 from octavo.trainer.optimizer import Optimizer
-from octavo.trainer.run import Run
+from octavo.trainer.run import ROUNDING, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,10 @@ def load_critic(run: Run) -> CriticLearner | None:
         return None
     path = config.critic.path or config.model.path
     recipe = get_recipe(config.critic.recipe)
-    decoder = load_decoder(path, recipe, max_tokens=config.max_tokens, device=config.device)
+    master_format = config.critic.optimizer.master_format
+    decoder = load_decoder(
+        path, recipe, max_tokens=config.max_tokens, device=config.device, master_format=master_format
+    )
     check_critic_vocabulary(config, decoder.config.vocab_size, run.policy.config.vocab_size)
     decoder.recompute_layers = config.trainer.recompute_layers
     critic = Critic(decoder)
@@ -64,7 +67,8 @@ def load_critic(run: Run) -> CriticLearner | None:
     run.display.line(f"critic: {path}, {num_parameters / 1e6:.1f} M parameters; {recipe.name}, KV {recipe.kv_cache}")
     masters = {f"critic.{name}": parameter for name, parameter in critic.named_parameters()}
     num_updates = config.trainer.num_steps * updates_per_step(config)
-    return CriticLearner(critic=critic, optimizer=Optimizer(masters, config.critic.optimizer, num_updates))
+    optimizer = Optimizer(masters, config.critic.optimizer, num_updates, seed=run.seed(ROUNDING, 1))
+    return CriticLearner(critic=critic, optimizer=optimizer)
 
 
 def check_critic_vocabulary(config: TrainConfig, size: int, policy_size: int) -> None:

@@ -39,7 +39,8 @@ def export_checkpoint(run_folder: Path, output: Path, which: str = "best", weigh
         raise ValueError(f"{output} is there already. Give a folder that is to be made")
     checkpoint = find_checkpoint(run_folder, which)
     config = from_dict(TrainConfig, checkpoint.state["config"], f"{checkpoint.path}/state.json")
-    decoder = load_decoder(config.model.path, config.precision.rollout_recipe())
+    recipe, master_format = config.precision.rollout_recipe(), config.optimizer.master_format
+    decoder = load_decoder(config.model.path, recipe, master_format=master_format)
     checkpoint.copy_into("policy", {name: parameter.detach() for name, parameter in decoder.named_parameters()})
     if checkpoint.state["policy_version"]:  # the bytes of the first version are as they were loaded
         decoder.requantize_()

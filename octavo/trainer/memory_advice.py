@@ -106,6 +106,8 @@ def options(config: TrainConfig) -> Iterator[tuple[str, list[Any]]]:
         "trainer.microbatch_tokens": _halves(trainer.microbatch_tokens, longest),
         **{f"rollout.engine.{name}": values for name, values in _engine_options(config).items()},
         "precision.saved_activations": ["fp8"] if recipe.quantizes and recipe.saved_activations != "fp8" else [],
+        "optimizer.state_format": ["int8"] if config.optimizer.state_format == "fp32" else [],
+        "optimizer.master_format": ["bf16"] if _may_round_masters(config) else [],
         "watch.action": ["warn"] if config.watch is not None and config.watch.action == "bf16_forward" else [],
         "calibration.reference": [MastersReference()]
         if isinstance(reference, EMAReference | SnapshotReference)
@@ -114,6 +116,11 @@ def options(config: TrainConfig) -> Iterator[tuple[str, list[Any]]]:
         "algorithm.kl.coefficient": [0.0] if config.algorithm.kl.coefficient > 0.0 else [],
     }
     return ((key, list(values)) for key, values in found.items() if values)
+
+
+def _may_round_masters(config: TrainConfig) -> bool:
+    in_fp32 = config.precision.train_recipe().high_precision == "fp32" or config.model.dither_masters
+    return config.optimizer.master_format == "fp32" and not in_fp32
 
 
 def _engine_options(config: TrainConfig) -> dict[str, list[Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from octavo.kernels.adamw import BLOCK
 from octavo.models.config import DecoderConfig
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.calibration_config import EMAReference, SnapshotReference
@@ -54,10 +55,11 @@ def estimate_memory(
     num_parameters = count_parameters(shape)
     on_gpu = config.runs_kernels
     forward = forward_bytes(shape, train, on_gpu)
+    masters = master_bytes(shape, config.optimizer.master_format)
     parts = {
-        "FP32 masters": 4 * num_parameters,
+        f"{config.optimizer.master_format.upper()} masters": masters,
         "gradients": 4 * num_parameters,
-        "AdamW": 8 * num_parameters,
+        "AdamW": moment_bytes(shape, config.optimizer.state_format),
         f"{train.name} bytes": forward.stored,
         "operands": forward.operands + forward.head + forward.backward,
         **engine_bytes(config, shape, rollout),
@@ -66,7 +68,7 @@ def estimate_memory(
         twin = forward_bytes(shape, rollout, on_gpu)
         parts["the rollout's own bytes"] = twin.stored + twin.operands + twin.head
     if config.algorithm.kl.coefficient > 0.0:
-        parts["reference model"] = 4 * num_parameters + forward.stored + forward.operands + forward.head
+        parts["reference model"] = masters + forward.stored + forward.operands + forward.head
     if config.calibration is not None and isinstance(config.calibration.reference, EMAReference | SnapshotReference):
         copy = forward_bytes(shape, get_recipe("bf16"), on_gpu)
         parts["calibration's reference"] = 4 * num_parameters + copy.stored
@@ -84,7 +86,9 @@ def estimate_memory(
         num_critic_parameters = count_parameters(critic_shape) + critic_shape.hidden_size + 1
         critic = forward_bytes(critic_shape, get_recipe(config.critic.recipe), on_gpu)
         prepared = critic.operands + critic.backward  # its head is no lm_head
-        parts["critic"] = 16 * num_critic_parameters + critic.stored + prepared
+        formats, vector = config.critic.optimizer, num_critic_parameters - count_parameters(critic_shape)
+        learned = master_bytes(critic_shape, formats.master_format) + moment_bytes(critic_shape, formats.state_format)
+        parts["critic"] = learned + 4 * num_critic_parameters + 12 * vector + critic.stored + prepared
     high = FORMAT_BYTES[train.high_precision]
     return MemoryEstimate(
         num_parameters=num_parameters,
@@ -97,6 +101,23 @@ def estimate_memory(
 def count_parameters(shape: DecoderConfig) -> int:
     """Masters of a decoder, tied weights once."""
     return sum(rows * columns for _, rows, columns in linears(shape)) + _vocabulary(shape) + _vectors(shape)
+
+
+def master_bytes(shape: DecoderConfig, master_format: str) -> int:
+    """Of a decoder's masters: matrices in their format, vectors in FP32."""
+    vectors = _vectors(shape)
+    return FORMAT_BYTES[master_format] * (count_parameters(shape) - vectors) + FORMAT_BYTES["fp32"] * vectors
+
+
+def moment_bytes(shape: DecoderConfig, state_format: str) -> int:
+    """Of both moments of every master; codes have a scale for each block."""
+    in_fp32 = 2 * FORMAT_BYTES["fp32"]
+    if state_format == "fp32":
+        return in_fp32 * count_parameters(shape)
+    matrices = [width * inputs for width, inputs in _fused(shape)]
+    matrices += [shape.vocab_size * shape.hidden_size] * (1 if shape.tied_embeddings else 2)
+    blocks = sum(-(-count // BLOCK) for count in matrices)
+    return 2 * sum(matrices) + in_fp32 * (blocks + _vectors(shape))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +193,13 @@ def linears(shape: DecoderConfig) -> Iterator[tuple[str, int, int]]:
         yield from ((f"{attention}.q_proj", query, D), (f"{attention}.o_proj", D, query))
         yield from ((f"{attention}.{name}_proj", key, D) for name in "kv")
         yield from ((f"{mlp}.gate_proj", F, D), (f"{mlp}.up_proj", F, D), (f"{mlp}.down_proj", D, F))
+
+
+def _fused(shape: DecoderConfig) -> list[tuple[int, int]]:
+    """Output and input width of every matrix of the layers, as its parameter holds it."""
+    D, F, query = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
+    qkv = query + 2 * shape.num_kv_heads * shape.head_dim
+    return [(qkv, D), (D, query), (2 * F, D), (D, F)] * shape.num_layers
 
 
 def _vocabulary(shape: DecoderConfig) -> int:

@@ -1,4 +1,4 @@
-"""AdamW on the FP32 masters, gradient clipping, learning-rate schedule."""
+"""AdamW on the masters, gradient clipping, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from octavo.kernels.adamw import BLOCK, FIRST, SECOND, Moment, Update, adamw_
+from octavo.rollout.counter import uniform_bits
 from octavo.trainer.divergence import Diverged
+
+MasterFormat = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,12 @@ class OptimizerConfig:
     """Shape after the warm-up; linear and cosine end at 0."""
     warmup_steps: int = 0
     """Optimiser steps over which the learning rate rises from 0."""
+    state_format: Literal["fp32", "int8"] = "fp32"
+    """Of the moments of matrices: int8 takes 2 bytes a weight for 8. Rounded stochastically: the mean step is FP32's,
+    single step sizes are noisier."""
+    master_format: MasterFormat = "fp32"
+    """Of the masters of matrices: bf16 takes 2 bytes a weight for 4, rounded stochastically after each update. The mean
+    update is FP32's, the single weight moves by whole BF16 steps. Gradients stay FP32."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "adam_eps", "weight_decay", "warmup_steps"):
@@ -44,6 +54,11 @@ class OptimizerConfig:
         if self.max_grad_norm <= 0.0:
             raise ValueError(f"max_grad_norm must be above 0; got {self.max_grad_norm}")
 
+    @property
+    def compact(self) -> bool:
+        """Whether matrices take less than torch's AdamW makes of them."""
+        return (self.state_format, self.master_format) != ("fp32", "fp32")
+
     def lr_at(self, update: int, num_updates: int) -> float:
         """Learning rate of an optimiser step, counted from 0, of num_updates."""
         if update < self.warmup_steps:
@@ -53,25 +68,78 @@ class OptimizerConfig:
         return self.lr * shape[self.lr_schedule]
 
 
+class CompactAdamW:
+    """AdamW on matrices in the formats of a config, by `kernels.adamw`.
+
+    Args:
+        matrices: {name: master}.
+        config: the rule and the formats.
+        seed: of the stochastic rounding, with the update and the matrix's place among them.
+    """
+
+    def __init__(self, matrices: Mapping[str, nn.Parameter], config: OptimizerConfig, seed: int) -> None:
+        self.matrices, self.config, self.seed = dict(matrices), config, seed
+        self.moments = {name: (self._zeros(p, FIRST[0]), self._zeros(p, SECOND[0])) for name, p in matrices.items()}
+
+    def _zeros(self, master: Tensor, code_type: torch.dtype) -> Moment:
+        if self.config.state_format == "fp32":
+            return Moment(torch.zeros(master.shape, device=master.device))
+        codes = torch.zeros(master.shape, dtype=code_type, device=master.device)
+        return Moment(codes, torch.zeros(-(-master.numel() // BLOCK), device=master.device))
+
+    @torch.no_grad()
+    def step(self, lr: float, number: int) -> None:
+        """Update every master that has a gradient; the number of the optimiser step counts from 1."""
+        config = self.config
+        update = Update(
+            number=number,
+            lr=lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            adam_eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+        for index, (name, master) in enumerate(self.matrices.items()):
+            if master.grad is not None:
+                adamw_(master, master.grad, *self.moments[name], update, uniform_bits(self.seed, number, index))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live moments: `NAME.exp_avg`, `NAME.exp_avg_sq`, and of codes `NAME.exp_avg_scale`, ..."""
+        found = {}
+        for name, moments in self.moments.items():
+            for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+                found[f"{name}.{key}"] = moment.values
+                if moment.scale is not None:
+                    found[f"{name}.{key}_scale"] = moment.scale
+        return found
+
+
 class Optimizer:
     """One AdamW over all masters.
 
     Args:
-        parameters: {name: FP32 master}.
+        parameters: {name: master}, matrices in the config's format and vectors in FP32.
         config: the rule.
         num_updates: optimiser steps of the whole run, for the schedule.
         fused: one kernel, which holds no temporary tensors; the last bits are its own.
+        seed: of stochastic rounding.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, num_updates: int, fused: bool = False
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        num_updates: int,
+        fused: bool = False,
+        seed: int = 0,
     ) -> None:
         self.config, self.num_updates, self.update, self.fused = config, num_updates, 0, fused
         self.parameters = dict(parameters)
-        matrices = [p for p in self.parameters.values() if p.ndim > 1]
+        matrices = {name: p for name, p in self.parameters.items() if p.ndim > 1}
         vectors = [p for p in self.parameters.values() if p.ndim <= 1]
+        self.compact = CompactAdamW(matrices if config.compact else {}, config, seed)
         groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": [] if config.compact else list(matrices.values()), "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         betas = (config.beta1, config.beta2)
@@ -95,33 +163,43 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+        self.compact.step(lr, self.update + 1)
         if not math.isfinite(self.weight_norm()):
             raise Diverged(f"weight after optimiser step {self.update}", self.parameters)
-        self.adamw.zero_grad(set_to_none=True)
+        self._clear_gradients()
         self.update += 1
         return {"optimizer/grad_norm": norm.item(), "optimizer/lr": lr}
 
     def skip(self) -> dict[str, float]:
         """Clear the gradients and leave the masters as they are. Returns the metrics of a step with a rate of 0."""
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
-        self.adamw.zero_grad(set_to_none=True)
+        self._clear_gradients()
         return {"optimizer/grad_norm": norm.item(), "optimizer/lr": 0.0}
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def weight_norm(self) -> float:
         """Of all masters together."""
-        return nn.utils.get_total_norm([parameter.detach() for parameter in self.parameters.values()]).item()
+        masters = [parameter.detach() for parameter in self.parameters.values()]
+        if self.config.master_format == "bf16":  # whose norms torch would round to BF16
+            masters = [torch.linalg.vector_norm(master, dtype=torch.float32) for master in masters]
+        return nn.utils.get_total_norm(masters).item()
 
     def restore(self, update: int) -> None:
         """Go on from `update`, with the masters and moments that were copied in; gradients of a broken step go."""
         self.update = update
-        self.adamw.zero_grad(set_to_none=True)
+        self._clear_gradients()
 
     def moments(self) -> dict[str, Tensor]:
         """The live moments and step counts of AdamW, as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`.
 
-        Before the first update they are made here, as the zeros that AdamW starts from.
+        Before the first update torch's are made here, as the zeros that AdamW starts from. Those of `CompactAdamW` have
+        scales in place of a step.
         """
-        for parameter in self.parameters.values():
+        by_torch = {name: p for name, p in self.parameters.items() if name not in self.compact.matrices}
+        for parameter in by_torch.values():
             state = self.adamw.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if self.fused else "cpu")
@@ -129,6 +207,6 @@ class Optimizer:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return {
             f"{name}.{key}": value
-            for name, parameter in self.parameters.items()
+            for name, parameter in by_torch.items()
             for key, value in self.adamw.state[parameter].items()
-        }
+        } | self.compact.tensors()

@@ -31,6 +31,7 @@ def declared_flow(config: TrainConfig) -> PrecisionFlow:
         rollout=config.precision.rollout_recipe(),
         train=config.precision.train_recipe(),
         reference=config.algorithm.kl.coefficient != 0.0,
+        masters=config.optimizer.master_format,
     )
     if not isinstance(config.rollout.engine, VLLMConfig):
         return flow

@@ -104,7 +104,7 @@ class Reference:
         """Each tensor by that share of its way to the master; 1 copies."""
         assert self.own is not None
         for mine, master in zip(self.own.parameters(), self.policy.parameters(), strict=True):
-            mine.copy_(master) if weight == 1.0 else mine.lerp_(master, weight)
+            mine.copy_(master) if weight == 1.0 else mine.lerp_(master.to(mine.dtype), weight)
         self.own.requantize_()
 
 

@@ -37,7 +37,7 @@ from octavo.trainer.problems import Benchmark, EncodedProblem, load_problems, pr
 from octavo.trainer.reference import Reference
 from octavo.trainer.reward_model import RewardModel
 
-TRAINING, EVALUATION, SHADOW, ROLLBACK = 0, 1, 2, 3
+TRAINING, EVALUATION, SHADOW, ROLLBACK, ROUNDING = 0, 1, 2, 3, 4
 """Streams of random numbers."""
 VLLMFactory = Callable[[TrainConfig, Decoder, Sequence[int], Callable[[str], None]], RolloutEngine]
 """Starts vLLM on a decoder's weights, with what ends a completion, and says so in a line:
@@ -153,6 +153,7 @@ def load_run(config: TrainConfig, display: Display, vllm: VLLMFactory | None = N
         max_tokens=config.max_tokens,
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
+        master_format=config.optimizer.master_format,
     )
     policy.recompute_layers = config.trainer.recompute_layers
     display.line(describe(policy))
@@ -316,7 +317,7 @@ def make_optimizer(run: Run) -> Optimizer:
     num_updates = policy_steps(run.config) * trainer.num_mini_batches
     parameters = dict(run.policy.named_parameters())
     fused = all(parameter.is_cuda for parameter in parameters.values())
-    return Optimizer(parameters, run.config.optimizer, num_updates, fused)
+    return Optimizer(parameters, run.config.optimizer, num_updates, fused, run.seed(ROUNDING, 0))
 
 
 def policy_steps(config: TrainConfig, done: int = 0) -> int:
@@ -334,6 +335,7 @@ def load_reference(config: TrainConfig) -> Decoder | None:
         max_tokens=config.max_tokens,
         dither_seed=config.seed if config.model.dither_masters else None,
         device=config.device,
+        master_format=config.optimizer.master_format,
     )
     check_observed(declared_flow(config).graph("reference"), reference, packed_cache(reference))
     return reference.requires_grad_(False)

@@ -90,3 +90,14 @@ def test_each_figure_is_on_disk_before_the_next_is_measured(tmp_path, monkeypatc
         results.add(row(f"case {number}", number))
         assert [r.value for r in read_results(tmp_path / "some.json").values()][-1] == number
     assert "case 2.0" in capsys.readouterr().out and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_benchmark_in_parts_keeps_what_earlier_parts_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    Results("some", "python some.py a", resume=True).add(row("a", 1.0))
+    later = Results("some", "python some.py a b", resume=True)
+    later.add(row("b", 2.0))
+    later.add(row("a", 3.0))
+    assert [(r.case, r.value) for r in read_results(tmp_path / "some.json").values()] == [("b", 2.0), ("a", 3.0)]
+    Results("some", "python some.py").add(row("c", 4.0))
+    assert [r.case for r in read_results(tmp_path / "some.json").values()] == ["c"]

@@ -99,15 +99,15 @@ def test_a_file_without_a_commit_is_not_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "_commit", lambda: results.UNKNOWN)
     row = rollout.speed_row("A/x/bf16", 1.0)
     Results("some", "python some.py").add(row)
-    assert Results("some", "python some.py", go_on=True).rows == []
+    assert Results("some", "python some.py", resume=True).rows == []
     monkeypatch.setattr(results, "_commit", lambda: "f00")
     Results("some", "python some.py a").add(row)
-    again = Results("some", "python some.py a", go_on=True)
+    again = Results("some", "python some.py a", resume=True)
     assert again.rows == [row] and again.has("A/x/bf16") and again.command == "python some.py a"
     again.add(rollout.speed_row("A/x/bf16", 2.0))
     assert [row.value for row in read_results(tmp_path / "some.json").values()] == [2.0]
     monkeypatch.setattr(results, "_device", lambda: "another")
-    assert Results("some", "python some.py a", go_on=True).rows == []
+    assert Results("some", "python some.py a", resume=True).rows == []
 
 
 def test_decode_steps_at_each_context(measured, monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.kernels.adamw import FIRST, SECOND, Moment, Update, adamw_
 from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_both, cast_columns, cast_rows, cast_tensor
 from octavo.kernels.heads import HeadTransform
 from octavo.kernels.logprobs import logits_from_hidden, sampling_weights, token_logprobs
@@ -25,7 +26,7 @@ TINY = Path(__file__).parents[2] / "examples/tiny/model"
 
 
 def main(device: str) -> None:
-    """Casts, producers, linear layers of every recipe in decode and training, lm_head, attention."""
+    """Casts, producers, linear layers of every recipe in decode and training, AdamW, lm_head, attention."""
     torch.manual_seed(0)
 
     def random(*shape: int, grad: bool = False) -> torch.Tensor:
@@ -53,6 +54,16 @@ def main(device: str) -> None:
                 layer(x).sum().backward()
                 with torch.no_grad():
                     layer(x.detach())
+    update = Update(number=1, lr=1e-3, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
+    for T, K in ((1, 16), (130, 200), (256, 384)):
+        for master in (random(T, K), torch.randn(T, K, device=device)):
+            grad, scales = torch.randn(T, K, device=device), -(-T * K // 256)
+            plain = [Moment(torch.zeros_like(grad)) for _ in range(2)]
+            codes = [
+                Moment(torch.zeros(T, K, dtype=kind[0], device=device), torch.zeros(scales, device=device))
+                for kind in (FIRST, SECOND)
+            ]
+            adamw_(master, grad, *plain, update, 1), adamw_(master, grad, *codes, update, 2)
     for T, D, V in ((1, 64, 100), (70, 200, 1000)):
         hidden, weight, tokens = random(T, D, grad=True), random(V, D), torch.randint(V, (T,), device=device)
         operand = grid_operand(weight)

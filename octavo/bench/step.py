@@ -1,0 +1,296 @@
+"""`octavo bench step`: a whole GRPO step of a model's shape on this GPU, phase by phase, beside what each must take.
+
+    rollout          completions of a forced length, by the engine    weights, keys and values read once a decode step
+    old_logprobs     a packed forward of all of them                  2 FLOPs for each weight and token
+    reference        the same of a frozen model                       likewise
+    shadow           two of the last mini-batch, in BF16              likewise, at BF16's rate
+    update           forward, loss, backward, optimiser steps         6 FLOPs, and the bytes of the optimiser
+    weight_update    re-quantisation after each of them               masters read, bytes written
+
+Products are taken to run at the rate of the model's largest linear layer, bytes at the copy speed, both measured in the
+same run. Weights are random, and the step is the second: the first, a short one, compiles and captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from transformers import PretrainedConfig
+
+from octavo.bench.gemm import linears_of, random_linear
+from octavo.bench.measure import copy_speed, milliseconds, require_cuda
+from octavo.bench.rollout import random_decoder, step_bytes
+from octavo.bench.train import FORMATS, TrainFormats, accumulate, check_length, model_flops, needed_bytes, wait
+from octavo.kernels.device import require_kernels
+from octavo.models.config import DecoderConfig
+from octavo.models.decoder import Decoder
+from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.rl.batch import Microbatch, MiniBatch, pack
+from octavo.rollout.engine import Engine, EngineConfig
+from octavo.rollout.sampler import SamplingConfig
+from octavo.trainer.memory import binary_size
+from octavo.trainer.memory_held import count_parameters, forward_bytes, master_bytes, moment_bytes
+from octavo.trainer.optimizer import Optimizer
+from octavo.trainer.policy import packed_logprobs
+
+PHASES = ("rollout", "old_logprobs", "reference", "shadow", "update", "weight_update")
+WARM_UP_TOKENS = 16
+"""Of a completion in the first step."""
+CACHE_SHARE = 0.95
+"""Of the bytes that are left for keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What a step does."""
+
+    completion_tokens: int
+    """Of each completion."""
+    prompt_tokens: int = 512
+    num_prompts: int = 8
+    group_size: int = 8
+    num_mini_batches: int = 4
+    microbatch_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.num_prompts % self.num_mini_batches:
+            raise ValueError(
+                f"{self.num_prompts} prompts do not make up {self.num_mini_batches} mini-batches of whole groups. Give "
+                f"a multiple"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions."""
+        return self.num_prompts * self.group_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What the device does at best; FLOP/s of the largest linear layer, casts included."""
+
+    copy_gb_s: float
+    forward_tflop_s: float
+    """Of the recipe, without a gradient."""
+    bf16_tflop_s: float
+    """Likewise in BF16."""
+    train_tflop_s: float
+    """Of the recipe's forward and backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A step in steady state, in seconds."""
+
+    work: StepWork
+    formats: str
+    """Of masters and moments."""
+    at_once: int
+    """Sequences that decode together: as many as the cache holds."""
+    measured: dict[str, float]
+    """Phase -> seconds."""
+    predicted: dict[str, float]
+    """Phase -> seconds at the device's rates."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all phases."""
+        return sum(self.measured.values())
+
+    @property
+    def tok_s(self) -> float:
+        """Sampled and trained tokens a second."""
+        return self.work.num_sequences * self.work.completion_tokens / self.seconds
+
+
+def step_time(config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, work: StepWork) -> StepTime:
+    """A step on this GPU.
+
+    Raises:
+        ValueError: no GPU, one without the kernels, a recipe without a backward, or a step that does not fit.
+    """
+    require_cuda("octavo bench step")
+    require_kernels("cuda", recipe.high_precision)
+    if recipe.forward_only:
+        raise ValueError(f"recipe {recipe.name!r} has no backward; take block128, or another that trains")
+    check_length(config, work.longest, "--prompt-tokens or --completion-tokens")
+    formats, cache_tokens = room(config, recipe, work, torch.cuda.mem_get_info()[0])
+    rates = device_rates(config, recipe, work.microbatch_tokens)
+    return bench_step(config, hf_config, recipe, work, rates, formats, cache_tokens)
+
+
+def bench_step(
+    config: DecoderConfig,
+    hf_config: PretrainedConfig,
+    recipe: Recipe,
+    work: StepWork,
+    rates: Rates,
+    formats: TrainFormats,
+    cache_tokens: int,
+    device: str = "cuda",
+) -> StepTime:
+    """A step after a short one, in formats that fit."""
+    policy = random_decoder(config, hf_config, recipe, work.longest, device, masters=True)
+    if formats.optimizer.master_format == "bf16":
+        policy.round_masters_()
+    policy.recompute_layers = formats.recompute_layers
+    reference = random_decoder(config, hf_config, recipe, work.longest, device)
+    at_once = min(work.num_sequences, cache_tokens // work.longest)
+    engine = Engine(policy, EngineConfig(kv_cache_tokens=cache_tokens, max_sequences=at_once), [])
+    optimizer = Optimizer(dict(policy.named_parameters()), formats.optimizer, 1000, fused=device == "cuda")
+    run_step(replace(work, completion_tokens=min(work.completion_tokens, WARM_UP_TOKENS)), engine, reference, optimizer)
+    return StepTime(
+        work=work,
+        formats=str(formats),
+        at_once=at_once,
+        measured=run_step(work, engine, reference, optimizer),
+        predicted=predicted_seconds(policy, work, rates, formats, at_once),
+    )
+
+
+def run_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: Optimizer) -> dict[str, float]:
+    """One step; phase -> seconds."""
+    policy, device = engine.decoder, engine.device
+    times = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def timed(phase: str) -> Iterator[None]:
+        wait(device)
+        start = perf_counter()
+        yield
+        wait(device)
+        times[phase] += perf_counter() - start
+
+    prompts = torch.randint(policy.config.vocab_size, (work.num_prompts, work.prompt_tokens)).tolist()
+    with timed("rollout"):
+        completions = engine.generate(
+            prompts, SamplingConfig(), max_completion_tokens=work.completion_tokens, group_size=work.group_size
+        )
+    signs = 1.0 - 2.0 * (torch.arange(work.num_sequences) % 2)
+    mini_batches = pack(
+        completions,
+        signs.view(work.num_prompts, work.group_size),
+        num_mini_batches=work.num_mini_batches,
+        microbatch_tokens=work.microbatch_tokens,
+        device=device,
+    )
+    with timed("old_logprobs"):
+        mini_batches = [with_old_logprobs(policy, batch) for batch in mini_batches]
+    with timed("reference"):
+        for batch in mini_batches:
+            with_old_logprobs(reference, batch)
+    for index, batch in enumerate(mini_batches):
+        last = index == len(mini_batches) - 1
+        if last:
+            with timed("shadow"):
+                for microbatch in batch.microbatches:
+                    packed_logprobs(policy, microbatch, 1.0, shadow=True)
+        with timed("update"):
+            accumulate(policy, batch)
+        if last:
+            with timed("shadow"):
+                for microbatch in batch.microbatches:
+                    packed_logprobs(policy, microbatch, 1.0, shadow=True)
+        with timed("update"):
+            optimizer.step()
+        with timed("weight_update"):
+            policy.requantize_()
+    return times
+
+
+@torch.no_grad()
+def with_old_logprobs(decoder: Decoder, batch: MiniBatch) -> MiniBatch:
+    """The mini-batch with old log-probabilities of a packed forward."""
+
+    def add(microbatch: Microbatch) -> Microbatch:
+        return replace(microbatch, old_logprobs=packed_logprobs(decoder, microbatch, 1.0)[0])
+
+    return replace(batch, microbatches=[add(microbatch) for microbatch in batch.microbatches])
+
+
+def predicted_seconds(
+    decoder: Decoder, work: StepWork, rates: Rates, formats: TrainFormats, at_once: int
+) -> dict[str, float]:
+    """Phase -> seconds at the device's rates, by arithmetic."""
+    config, bytes_s = decoder.config, rates.copy_gb_s * 1e9
+    rounds = -(-work.num_sequences // at_once)
+    halfway = step_bytes(decoder, at_once, work.prompt_tokens + work.completion_tokens // 2)
+    prefill = model_flops(config, [work.prompt_tokens] * work.num_prompts, work.num_prompts) / 3
+    flops = model_flops(
+        config, [work.longest] * work.num_sequences, work.num_sequences * work.completion_tokens
+    )  # a third of them forward
+    masters = master_bytes(config, formats.optimizer.master_format)
+    moments = moment_bytes(config, formats.optimizer.state_format)
+    gradients = 4 * count_parameters(config)
+    optimizer_bytes = 2 * (masters + moments) + 4 * gradients  # whose norm is taken, which are clipped, and read
+    held = forward_bytes(config, decoder.recipe, on_gpu=True)
+    rewritten = masters + held.stored + held.operands + held.backward
+    forward = flops / 3 / rates.forward_tflop_s / 1e12
+    return {
+        "rollout": rounds * work.completion_tokens * halfway / bytes_s + prefill / rates.forward_tflop_s / 1e12,
+        "old_logprobs": forward,
+        "reference": forward,
+        "shadow": 2 * flops / 3 / work.num_mini_batches / rates.bf16_tflop_s / 1e12,
+        "update": flops / rates.train_tflop_s / 1e12 + work.num_mini_batches * optimizer_bytes / bytes_s,
+        "weight_update": work.num_mini_batches * rewritten / bytes_s,
+    }
+
+
+def device_rates(config: DecoderConfig, recipe: Recipe, tokens: int) -> Rates:
+    """Measured on the GPU, on gate and up at a microbatch."""
+    in_features, projections = linears_of(config)["gate_up_proj"]
+    flops = 2 * tokens * in_features * sum(projections.values())
+
+    def forward(recipe: Recipe) -> float:
+        layer = random_linear(in_features, projections, recipe)
+        with torch.no_grad():
+            return flops / milliseconds(lambda: layer(x)) / 1e9
+
+    x = torch.randn(tokens, in_features, device="cuda").bfloat16().requires_grad_()
+    grad_y = torch.randn(tokens, sum(projections.values()), device="cuda").bfloat16()
+    layer = random_linear(in_features, projections, recipe)
+    train_ms = milliseconds(lambda: layer(x).backward(grad_y), leaves=(x, layer.weight))
+    return Rates(
+        copy_gb_s=copy_speed(),
+        forward_tflop_s=forward(recipe),
+        bf16_tflop_s=forward(get_recipe("bf16")),
+        train_tflop_s=3 * flops / train_ms / 1e9,
+    )
+
+
+def room(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int) -> tuple[TrainFormats, int]:
+    """The formats beside which the cache holds most sequences, and its tokens; of equals the first of FORMATS.
+
+    Layers are computed again only where no sequence fits otherwise.
+
+    Raises:
+        ValueError: not even then.
+    """
+    row = config.head_dim + 4 if recipe.kv_cache == "fp8" else 2 * config.head_dim
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * row
+    held = forward_bytes(config, recipe, on_gpu=True)
+    frozen = held.stored + held.operands  # of the reference
+
+    def tokens(formats: TrainFormats) -> int:
+        step = needed_bytes(config, recipe, max(work.microbatch_tokens, work.longest), formats)
+        left = free_bytes - step - frozen
+        return min(int(left * CACHE_SHARE / token_bytes), work.num_sequences * work.longest)
+
+    formats = max((each for each in FORMATS if not each.recompute_layers), key=tokens)
+    if tokens(formats) < work.longest:
+        formats = FORMATS[-1]
+    if tokens(formats) < work.longest:
+        raise ValueError(
+            f"the keys and values of one sequence of {work.longest} tokens do not fit beside the step into "
+            f"{binary_size(free_bytes)}. Give fewer --completion-tokens, --kv-cache fp8, or a smaller model"
+        )
+    return formats, tokens(formats)

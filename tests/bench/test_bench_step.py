@@ -1,0 +1,123 @@
+"""`octavo bench step`: a step on a CPU, its prediction by hand, what the cache gets, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from octavo.bench import step
+from octavo.bench.rollout import random_decoder, step_bytes
+from octavo.bench.step import PHASES, Rates, StepTime, StepWork, bench_step, predicted_seconds, room, step_time
+from octavo.bench.train import FORMATS, model_flops, needed_bytes
+from octavo.cli import app
+from octavo.models.config import read_config
+from octavo.numerics.recipe import get_recipe
+from octavo.trainer.memory_held import count_parameters, forward_bytes
+
+MODEL = "examples/tiny/model"
+WORK = StepWork(
+    completion_tokens=12, prompt_tokens=4, num_prompts=2, group_size=2, num_mini_batches=2, microbatch_tokens=32
+)
+RATES = Rates(copy_gb_s=1000.0, forward_tflop_s=1.0, bf16_tflop_s=0.5, train_tflop_s=2.0)
+
+
+@pytest.mark.parametrize("recipe, kv_cache, formats", [("block128", "fp8", FORMATS[2]), ("bf16", "bf16", FORMATS[0])])
+def test_every_phase_of_a_step_runs_and_trains(recipe, kv_cache, formats, monkeypatch):
+    seen, run_step = [], step.run_step
+
+    def spying(work, engine, reference, optimizer):
+        before = [p.detach().clone() for p in engine.decoder.parameters()]
+        times = run_step(work, engine, reference, optimizer)
+        still = sum(torch.equal(a, b) for a, b in zip(before, engine.decoder.parameters(), strict=True))
+        seen.append((work.completion_tokens, optimizer.update, engine.decoder.policy_version, still, len(before)))
+        return times
+
+    monkeypatch.setattr(step, "run_step", spying)
+    chosen = get_recipe(recipe, kv_cache=kv_cache)
+    work = replace(WORK, completion_tokens=20)
+    time = bench_step(*read_config(MODEL), chosen, work, RATES, formats, 2 * 24, device="cpu")
+    assert [entry[:2] for entry in seen] == [(16, 2), (20, 4)], "a short step first, two updates each"
+    assert seen[0][2] + 2 == seen[1][2] and seen[1][3] < seen[1][4], "bytes follow each update"
+    assert time.at_once == 2 and tuple(time.measured) == tuple(time.predicted) == PHASES
+    assert all(seconds > 0.0 for seconds in (*time.measured.values(), *time.predicted.values()))
+    assert time.tok_s == pytest.approx(4 * 20 / sum(time.measured.values()))
+
+
+def test_the_prediction_by_hand():
+    config, hf_config = read_config(MODEL)
+    recipe = get_recipe("block128")
+    decoder = random_decoder(config, hf_config, recipe, 64, "cpu")
+    found = predicted_seconds(decoder, WORK, RATES, FORMATS[0], at_once=3)
+    flops, held, count = (
+        model_flops(config, [16] * 4, 48),
+        forward_bytes(config, recipe, True),
+        count_parameters(config),
+    )
+    wanted = {
+        "rollout": 2 * 12 * step_bytes(decoder, 3, 10) / 1e12 + model_flops(config, [4] * 2, 2) / 3e12,  # two rounds
+        "old_logprobs": flops / 3e12,
+        "reference": flops / 3e12,
+        "shadow": flops / 1.5e12,  # two forwards of one mini-batch of two
+        "update": flops / 2e12 + 2 * (2 * 4 + 2 * 8 + 4 * 4) * count / 1e12,
+        "weight_update": 2 * (4 * count + held.stored + held.operands + held.backward) / 1e12,
+    }
+    assert found == pytest.approx(wanted)
+
+
+def test_the_cache_gets_what_the_rest_leaves():
+    config, recipe = read_config(MODEL)[0], get_recipe("block128")
+    held = forward_bytes(config, recipe, True)
+    frozen, least = held.stored + held.operands, needed_bytes(config, recipe, 32, FORMATS[2])
+    assert room(config, recipe, WORK, 2**40) == (FORMATS[0], 64), "all four sequences, and nothing made smaller"
+    token = 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4)
+    free = least + frozen + int(40 * token / step.CACHE_SHARE) + 1
+    assert room(config, recipe, WORK, free) == (FORMATS[2], 40)
+    with pytest.raises(ValueError, match="keys and values of one sequence of 16 tokens do not fit beside the step"):
+        room(config, recipe, WORK, frozen)
+
+
+def test_what_cannot_be_measured_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="6 prompts do not make up 4 mini-batches"):
+        StepWork(completion_tokens=4, num_prompts=6)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shown = CliRunner().invoke(app, ["bench", "step", "--model", MODEL])
+    assert "octavo bench step measures a CUDA device" in f"{shown.exception}{shown.output}"
+    monkeypatch.setattr(step, "require_cuda", lambda what: None)
+    monkeypatch.setattr(step, "require_kernels", lambda device, precision: None)
+    with pytest.raises(ValueError, match="recipe 'fp8_channel' has no backward"):
+        step_time(*read_config(MODEL), get_recipe("fp8_channel"), WORK)
+    with pytest.raises(ValueError, match="positions. Give fewer --prompt-tokens or --completion-tokens"):
+        step_time(*read_config(MODEL), get_recipe("block128"), replace(WORK, completion_tokens=10**6))
+
+
+def test_the_command_prints_phases_or_json(monkeypatch):
+    times = {phase: 2.0 for phase in PHASES}
+    time = StepTime(work=WORK, formats="x", at_once=3, measured=times, predicted={phase: 1.0 for phase in PHASES})
+    asked = []
+    monkeypatch.setattr(step, "step_time", lambda *given: asked.append(given[3]) or time)
+    arguments = [
+        "bench",
+        "step",
+        "--model",
+        MODEL,
+        "--completion-tokens",
+        "12",
+        "--prompts",
+        "2",
+        "--mini-batches",
+        "2",
+    ]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0 and (asked[0].completion_tokens, asked[0].num_prompts) == (12, 2), shown.output
+    for text in ("2.00 / 1.00", "12.00 / 6.00", "4 sequences, 3 at once"):
+        assert text in shown.output, shown.output
+    (row,) = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert row["tok_s"] == 4.0 and row["measured"]["rollout"] == 2.0
+
+
+@pytest.mark.gpu
+def test_it_measures_a_step_on_a_gpu():
+    time = step_time(*read_config(MODEL), get_recipe("block128"), WORK)
+    assert time.at_once == 4 and all(seconds > 0.0 for seconds in time.measured.values())

@@ -1,0 +1,173 @@
+"""AdamW's update: torch's in FP32; of codes and BF16 the mean, the zeros and the edges; the kernel to the bit."""
+
+import json
+
+import pytest
+import torch
+from kernel_checks import REPO, in_another_process, interpreted, needs_triton, same
+
+from octavo.kernels.adamw import (
+    BLOCK,
+    FIRST,
+    SECOND,
+    Moment,
+    Update,
+    _store,
+    _values,
+    adamw_,
+    adamw_reference_,
+    random_bits,
+    stochastic_bf16,
+)
+from octavo.rollout.counter import _splitmix64, uniform_bits
+
+UPDATE = Update(number=3, lr=1e-2, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
+
+
+def new_moments(shape, codes, device="cpu"):
+    """Both moments of a parameter before its first update."""
+    if not codes:
+        return Moment(torch.zeros(shape, device=device)), Moment(torch.zeros(shape, device=device))
+    num_blocks = -(-torch.Size(shape).numel() // BLOCK)
+    return tuple(
+        Moment(torch.zeros(shape, dtype=kind[0], device=device), torch.zeros(num_blocks, device=device))
+        for kind in (FIRST, SECOND)
+    )
+
+
+def check_kernel(device, shape, master_dtype, codes):
+    """A few updates by the kernel leave the same bits as by the reference."""
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(shape, generator=generator).to(master_dtype)
+    start = [master.to(device).clone(), master.to(device).clone()]
+    moments = [new_moments(shape, codes, device) for _ in start]
+    for number in (1, 2, 3):
+        grad = torch.randn(shape, generator=generator) * torch.rand(shape[-1], generator=generator) ** 8
+        grad[0] = 0.0
+        update = Update(number=number, lr=1e-2, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
+        for function, p, pair in zip((adamw_, adamw_reference_), start, moments, strict=True):
+            function(p, grad.to(device), *pair, update, 2**63 + 11 * number)
+    pairs = [("master", *start)]
+    for name, mine, wanted in zip(("first", "second"), *moments, strict=True):
+        pairs.append((f"{name} values", mine.values, wanted.values))
+        if codes:
+            pairs.append((f"{name} scale", mine.scale, wanted.scale))
+    assert start[1].float().abs().max() > 0.0 and moments[1][1].values.any()
+    wrong = [(name, int((a != b).sum()), a.numel()) for name, a, b in pairs if not same(a.cpu(), b.cpu())]
+    assert not wrong, (shape, master_dtype, codes, wrong)
+
+
+def test_in_fp32_it_is_torchs():
+    master = torch.nn.Parameter(torch.randn(30, 40))
+    optimizer = torch.optim.AdamW([master], lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    mine, moments = master.detach().clone(), new_moments((30, 40), codes=False)
+    for number in (1, 2, 3):
+        master.grad = torch.randn(30, 40)
+        optimizer.step()
+        update = Update(number=number, lr=1e-2, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
+        adamw_(mine, master.grad, *moments, update, 5)
+    torch.testing.assert_close(mine, master.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_random_bits_are_those_of_the_counter():
+    key = uniform_bits(7, 3, 2)
+    found = [x % 2**64 for x in random_bits(key, 1000, 5, torch.device("cpu")).tolist()]
+    assert found == [_splitmix64(key ^ place) for place in range(1000, 1005)]
+
+
+@pytest.mark.parametrize("kind, size", [(FIRST, 1.0), (SECOND, 1e-13)])
+def test_codes_keep_the_mean_of_what_they_round(kind, size):
+    """4,000 roundings of one block, from its largest value down to a millionth of it; 5 standard errors."""
+    count = 4000
+    x = size * torch.logspace(0, -6, BLOCK, dtype=torch.float32)
+    if kind is FIRST:
+        x[1::2] *= -1.0
+    moment = Moment(torch.zeros(BLOCK * count, dtype=kind[0]), torch.zeros(count))
+    part = slice(0, BLOCK * count)
+    bits = random_bits(3, 0, BLOCK * count, torch.device("cpu")) & 0xFFFF
+    _store(moment, kind, part, x.repeat(count), bits)
+    rounded = _values(moment, kind, part).view(count, BLOCK)
+    largest, power = kind[1:]
+    step = 1.5 * power / largest * size * (x.abs() / size) ** (1.0 - 1.0 / power)  # at least that between two codes
+    bound = 5 * step / 2 / count**0.5
+    off = (rounded.mean(dim=0) - x).abs()
+    assert (off <= bound).all(), (off / bound).max()
+    steps = rounded.std(dim=0) / x.abs()
+    assert 0.0 < steps[3:60].max() < 0.1, "neighbours of a large value are close"
+
+
+def test_bf16_keeps_the_mean_of_what_it_rounds():
+    x = torch.tensor([0.02, -0.02, 1.0, 3.14159, -1e-20, 0.0])
+    draws = random_bits(1, 0, 6 * 20000, torch.device("cpu")) & 0xFFFF
+    rounded = stochastic_bf16(x.repeat(20000), draws).double().view(-1, 6)
+    assert ((rounded.mean(dim=0) - x.double()).abs() <= 5 * rounded.std(dim=0) / 20000**0.5 + 1e-12 * x.abs()).all()
+    assert (rounded[:, 2] == 1.0).all() and (rounded[:, 5] == 0.0).all(), "what BF16 holds stays"
+    odd = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    assert same(stochastic_bf16(odd, torch.full((3,), 0xFFFF)), odd.bfloat16())
+
+
+def test_a_second_moment_follows_gradients_that_grow():
+    """In a block whose largest value stands still, all others are to grow to four times; to nearest none would move."""
+    grad = torch.full((256,), 1e-3)
+    grad[0] = 1.0
+    master, (first, second) = torch.zeros(256), new_moments((256,), codes=True)
+    exact = grad.square()
+    start = Moment(torch.zeros(256, dtype=torch.uint8), torch.zeros(1))
+    _store(start, SECOND, slice(0, 256), exact, torch.full((256,), 0x8000))
+    second.values.copy_(start.values), second.scale.copy_(start.scale)
+    grad[1:] = 2e-3
+    for number in range(1, 501):
+        adamw_(master, grad, first, second, Update(**{**vars(UPDATE), "number": number}), uniform_bits(0, number, 0))
+        exact = exact * 0.999 + grad.square() * 0.001
+    found = _values(second, SECOND, slice(0, 256))
+    assert exact[1] > 2.1e-6 and found[0] == pytest.approx(1.0, rel=1e-3)
+    assert found[1:].mean().item() == pytest.approx(exact[1].item(), rel=0.05)
+    assert (found[1:].sqrt() / exact[1].sqrt()).std() < 0.25
+
+
+def test_no_second_moment_above_0_gets_code_0():
+    grad = torch.cat([torch.ones(1), torch.full((254,), 1e-9), torch.zeros(1)])
+    master, (first, second) = torch.zeros(256), new_moments((256,), codes=True)
+    adamw_(master, grad, first, second, UPDATE, 1)
+    assert second.values.tolist() == [255] + [1] * 254 + [0] and first.values[255] == 0
+    adamw_(master, torch.zeros(256), first, second, UPDATE, 2)
+    assert master.isfinite().all() and master.abs().max() < 0.2 and master[255] == 0.0
+
+
+def test_gradients_of_zero_leave_everything_as_it_is():
+    master, (first, second) = torch.randn(3, 100), new_moments((3, 100), codes=True)
+    before = master.clone()
+    adamw_(master, torch.zeros(3, 100), first, second, Update(**{**vars(UPDATE), "weight_decay": 0.0}), 1)
+    assert torch.equal(master, before) and not first.values.any() and not second.scale.any()
+
+
+def test_a_master_that_is_not_contiguous_is_refused():
+    with pytest.raises(ValueError, match=r"adamw_ wants a contiguous master; got shape \(4, 3\), stride \(1, 4\)"):
+        adamw_(torch.zeros(3, 4).T, torch.zeros(4, 3), *new_moments((4, 3), codes=False), UPDATE, 0)
+
+
+@needs_triton
+def test_the_kernel_compiles_for_hopper():
+    found = json.loads(in_another_process(REPO / "tests/kernels/adamw_aot.py"))
+    assert len(found) == 2
+    for name, counts in found.items():
+        assert counts[".local"] == 0 and counts["ld.global.v4"] > 0, (name, counts)
+
+
+@needs_triton
+def test_the_kernel_in_the_interpreter_equals_the_reference():
+    interpreted(
+        "import warnings\n"
+        "from test_adamw import *\n"
+        "warnings.simplefilter('ignore')  # NumPy's, of the random numbers' products\n"
+        "check_kernel('cpu', (3, 300), torch.bfloat16, True)\n"
+        "check_kernel('cpu', (2, 256), torch.float32, False)\n"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codes", [False, True])
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 16), (5, 300), (1000, 4100)])
+def test_the_kernel_on_a_gpu_equals_the_reference(shape, master_dtype, codes):
+    check_kernel("cuda", shape, master_dtype, codes)
