@@ -43,7 +43,8 @@ CURVES = (
         "noise/amplification",
         "calibration/skipped",
     ),
-    *("optimizer/grad_norm", "rollout/num_tokens", "time/rollout_s", "time/step_s", "memory/peak_gib"),
+    *("optimizer/grad_norm", "rollout/num_tokens", "memory/peak_gib", "time/step_s", "time/rollout_s"),
+    *("time/old_logprobs_s", "time/update_s", "time/shadow_s", "time/checkpoint_s"),
 )
 MEANS = {
     "mismatch/std_logprob_diff": "nats",
