@@ -78,9 +78,9 @@ class Results:
             return
         rows = list(read_results(path).values())
         found = json.loads(path.read_text())
-        if found["commit"] == _commit() != UNKNOWN and found["device"] == _device():
+        if found.get("commit") == _commit() != UNKNOWN and found.get("device") == _device():
             self.rows = rows
-            self.command = "; ".join(dict.fromkeys([*found["command"].split("; "), self.command]))
+            self.command = "; ".join(dict.fromkeys([*found.get("command", "").split("; "), self.command]))
 
     def has(self, case: str) -> bool:
         """Whether a case has a figure."""

@@ -170,7 +170,7 @@ def quantize_both(
     """X [T, K] ready for a product reduced over K, and as it is saved for one over T, from one cast; for kernels.
 
     Args:
-        x: [T, K] bf16, T a multiple of 128, K of 8.
+        x: [T, K] bf16, T a multiple of 128, K of 16; see `can_quantize_both`.
         quant_block: of the first; 1x128, and then 128x1 of the second; or per tensor, the same bytes in both.
         rounding: of the scales.
         splits: widths of the fused projections along K, multiples of 128 where there are several.
