@@ -15,13 +15,6 @@ from octavo.kernels.triton_attention import (
     packed_tiles,
     tiles_of,
 )
-    DECODE_ROWS,
-    PREFILL_ROWS,
-    attention_forward,
-    decode_tiles,
-    packed_tiles,
-    tiles_of,
-)
 from octavo.numerics.error import relative_error
 from octavo.numerics.exact import mean_square
 
