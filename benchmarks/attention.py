@@ -21,7 +21,7 @@ from octavo.bench.results import Results, Row
 from octavo.kernels.attention import StoredKV, store_kv
 from octavo.kernels.attention_backward import attention_backward
 from octavo.kernels.heads import HeadTransform, empty_kv, transformed, write_heads
-from octavo.kernels.triton_attention import DECODE_ROWS, PREFILL_ROWS, attention_forward, packed_tiles, tiles_of
+from octavo.kernels.triton_attention import PREFILL_ROWS, attention_forward, decode_tiles, packed_tiles, tiles_of
 from octavo.layers.attention import PackedAttention
 from octavo.numerics.recipe import StorageFormat
 
@@ -101,9 +101,7 @@ def decode(case: str, heads: tuple[int, int, int], num_sequences: int, length: i
     (H, Hkv, Dh), slots = heads, num_sequences * length
     q, goal = random_heads(num_sequences, H, Dh), DECODE_GOAL if num_sequences >= 32 else None
     table = torch.randperm(slots // PAGE_SIZE, device="cuda").view(num_sequences, -1)
-    boundaries = torch.arange(num_sequences + 1, device="cuda")
-    last = torch.full((num_sequences,), length - 1, device="cuda")
-    tiles = tiles_of(boundaries, last, num_sequences, H // Hkv, DECODE_ROWS)
+    tiles = decode_tiles(torch.full((num_sequences,), length - 1, device="cuda"), H // Hkv)
     for kv_format in FORMATS:
         k, v = (random_kv(slots, heads, kv_format) for _ in "kv")
         operands = q, k.values, v.values, k.scale, v.scale

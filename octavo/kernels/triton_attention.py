@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK, LOG2_E, attention_kernel
+from octavo.kernels.decode_attention import FEW_STAGES, STAGES, WIDTHS, decode_attention
 from octavo.kernels.device import on_gpu
-from octavo.kernels.triton_shim import triton
+from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, triton
 
 DECODE_ROWS = 16
 """Of a tile, where a query's heads fit and each sequence has one query."""
@@ -29,6 +30,8 @@ class Tiles:
     """[tiles, 4] int32: first packed query, number of queries, position of the first, sequence."""
     rows: int
     """Of a tile: queries times the query heads of a KV head, 16, 64 or 128."""
+    one_query: bool = False
+    """Whether each tile has one query, the only one of its sequence."""
 
 
 class PackedTiles(NamedTuple):
@@ -45,6 +48,14 @@ def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int) ->
     keys = tiles_of(cu_seqlens, None, num_tokens, 1, KV_BLOCK)
     queries = tiles_of(cu_seqlens, None, num_tokens, heads_per_kv_head, PREFILL_ROWS)
     return PackedTiles(queries, Tiles(keys.table.flip(0), KV_BLOCK))
+
+
+def decode_tiles(positions: Tensor, heads_per_kv_head: int) -> Tiles:
+    """A tile for the query of each sequence, [B] int64 positions, those with most keys first."""
+    index = torch.arange(len(positions), device=positions.device)
+    table = torch.stack([index, torch.ones_like(index), positions, index], dim=1)
+    rows = DECODE_ROWS if heads_per_kv_head <= DECODE_ROWS else PREFILL_ROWS
+    return Tiles(table[positions.argsort(descending=True)].int(), rows, one_query=True)
 
 
 def tiles_of(
@@ -107,8 +118,11 @@ def attention_forward(
         [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
+    num_programs, factor = Hkv * len(tiles.table), softmax_scale * LOG2_E
+    if T and page_table is not None and k_scale is not None and v_scale is not None and _decodes_fp8(tiles, Dh):
+        stages = STAGES if num_programs >= FEW_PROGRAMS else FEW_STAGES
+        return decode_attention(q, k, v, k_scale, v_scale, tiles.table, factor, page_table, page_size, stages)
     out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
-    num_programs = Hkv * len(tiles.table)
     if T:
         attention_kernel[(num_programs,)](
             q,
@@ -120,7 +134,7 @@ def attention_forward(
             logsumexp,
             tiles.table,
             tiles.table if page_table is None else page_table,
-            softmax_scale * LOG2_E,
+            factor,
             0 if page_table is None else page_table.stride(0),
             H=H,
             HKV=Hkv,
@@ -134,6 +148,11 @@ def attention_forward(
             **UNFUSED,
         )
     return out, logsumexp
+
+
+def _decodes_fp8(tiles: Tiles, head_dim: int) -> bool:
+    """Whether the faster kernel takes these tiles over FP8 pages; it gives the same bits."""
+    return HAS_GLUON and not INTERPRETED and tiles.one_query and tiles.rows == DECODE_ROWS and head_dim in WIDTHS
 
 
 def has_kernel(x: Tensor) -> bool:

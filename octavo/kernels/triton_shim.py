@@ -38,12 +38,14 @@ constexpr = tl.constexpr
 try:
     gluon: Any = triton_module("experimental.gluon")
     gl: Any = triton_module("experimental.gluon.language")
+    ampere: Any = triton_module("experimental.gluon.language.nvidia.ampere")
     hopper: Any = triton_module("experimental.gluon.language.nvidia.hopper")
     gdc: Any = triton_module("language.extra.cuda")
     tma_load: Any = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # until 3.6
     HAS_GLUON = True
 except (ImportError, AttributeError):  # another triton: the kernels in plain Triton give the same bits
-    gluon, gl, hopper, gdc, tma_load, HAS_GLUON = _Absent(), _Absent(), None, None, None, False
+    gluon, gl, ampere, hopper, gdc, tma_load = _Absent(), _Absent(), None, None, None, None
+    HAS_GLUON = False
 
 
 def require_triton(what: str) -> None:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from octavo.kernels.attention import MAX_SCORES_PER_CHUNK, StoredKV, attend, probability_dtype, store_kv
 from octavo.kernels.heads import HeadTransform, transformed, write_heads
-from octavo.kernels.triton_attention import DECODE_ROWS, PREFILL_ROWS, Tiles, attention_forward, has_kernel, tiles_of
+from octavo.kernels.triton_attention import (
+    DECODE_ROWS,
+    PREFILL_ROWS,
+    Tiles,
+    attention_forward,
+    decode_tiles,
+    has_kernel,
+    tiles_of,
+)
 from octavo.models.config import DecoderConfig
 from octavo.numerics.fp8 import E4M3
 from octavo.numerics.recipe import StorageFormat
@@ -160,13 +168,10 @@ class _PagedDecode(PagedAttention):
 
     def __init__(self, cache: KVCache, page_table: Tensor, positions: Tensor) -> None:
         self.cache, self._page_table, self.positions = cache, page_table, positions
-        size, index = cache.page_size, torch.arange(len(positions), device=positions.device)
+        size = cache.page_size
         page = page_table.gather(1, (positions // size)[:, None]).squeeze(1)
         self.slot_mapping = page.long() * size + positions % size
-        group = cache.num_heads // cache.num_kv_heads
-        longest_first = positions.argsort(descending=True)
-        table = torch.stack([index, torch.ones_like(index), positions, index], dim=1)[longest_first].int()
-        self._tiles = Tiles(table, DECODE_ROWS if group <= DECODE_ROWS else PREFILL_ROWS)
+        self._tiles = decode_tiles(positions, cache.num_heads // cache.num_kv_heads)
 
 
 def _chunks_of_sequences(num_new: list[int], ends: list[int], num_heads: int) -> Iterator[slice]:

@@ -13,22 +13,23 @@ from lm_head_aot import stack_bytes
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from octavo.kernels import attention_kernels, backward_kernels, heads_kernels
+from octavo.kernels import attention_kernels, backward_kernels, decode_attention, heads_kernels
 from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
 from octavo.kernels.heads import TOKENS
 from octavo.kernels.triton_attention import FEW_PROGRAMS, UNFUSED, block_width, num_warps
 
-WANTED = ("wgmma.mma_async", "mma.sync", "f32.bf16.bf16", "f32.f16.f16", "atom")
+WANTED = ("ldmatrix", "st.shared", "wgmma.mma_async", "mma.sync", "f32.bf16.bf16", "f32.f16.f16", "atom")
 SCALES = {"k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
 ROWS = {"logsumexp_ptr": "*fp32", "delta_ptr": "*fp32"}
 
 
-def compiled(kernel, signature, constants, **options):
+def compiled(kernel, signature, constants, source_class=ASTSource, **options):
     """How often each instruction of interest stands in the kernel's PTX, its bytes of stack and shared memory, and how
     many neighbouring columns of an operand each thread gives to a product, which decides in what order they add up."""
     pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
-    source = ASTSource(
+    source = source_class(
         fn=kernel,
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
@@ -52,6 +53,16 @@ def forward(rows, head_dim, page_size, fp8, num_programs=FEW_PROGRAMS):
     constants = shape(head_dim) | {"ROWS": rows, "PAGE": page_size, "FP8": fp8}
     options = {"num_warps": num_warps(rows, num_programs), "num_stages": 3, **UNFUSED}
     return compiled(attention_kernels.attention_kernel, signature | {"stride_table": "i32"}, constants, **options)
+
+
+def fp8_decode(head_dim, stages):
+    """`decode_attention_kernel`."""
+    signature = {"q_ptr": "*bf16", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", **SCALES, "out_ptr": "*bf16"}
+    signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i32", "factor": "fp32"}
+    signature |= {"stride_table": "i32"}
+    constants = {"H": 32, "HKV": 8, "DH": head_dim, "PAGE": 16, "STAGES": stages}
+    kernel = decode_attention.decode_attention_kernel
+    return compiled(kernel, signature, constants, GluonASTSource, num_warps=1, enable_fp_fusion=False)
 
 
 def backward(name, head_dim):
@@ -94,6 +105,8 @@ def rotate_back(head_dim):
 
 def every_variant():
     """Name and compilation of each kernel for each width, KV format and way to lie in memory."""
+    for width, stages in product(decode_attention.WIDTHS, (decode_attention.STAGES, decode_attention.FEW_STAGES)):
+        yield f"codes fp8 {width} {stages}", partial(fp8_decode, width, stages)
     for width in (64, 96, 128):
         for kv_format, fp8 in (("bf16", False), ("fp8", True)):
             yield f"decode {kv_format} {width}", partial(forward, 16, width, 16, fp8)
@@ -111,7 +124,7 @@ def every_variant():
 
 SOME = (
     *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
-    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64"),
+    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "codes fp8 128 3"),
 )
 """Every kernel and width once at least."""
 

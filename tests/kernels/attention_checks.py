@@ -7,7 +7,14 @@ import torch
 from octavo.kernels.attention import StoredKV, attend, probability_dtype, store_kv
 from octavo.kernels.attention_backward import attention_backward
 from octavo.kernels.heads import HeadTransform, empty_kv, rotate, rotate_back, write_heads
-from octavo.kernels.triton_attention import DECODE_ROWS, PREFILL_ROWS, attention_forward, packed_tiles, tiles_of
+from octavo.kernels.triton_attention import (
+    DECODE_ROWS,
+    PREFILL_ROWS,
+    attention_forward,
+    decode_tiles,
+    packed_tiles,
+    tiles_of,
+)
 from octavo.numerics.error import relative_error
 from octavo.numerics.exact import mean_square
 
@@ -162,6 +169,11 @@ def check_same_bits(p, *, rows=(), chunks=()):
         assert_same(found, wanted, index, f"decode by {height} rows")
     *found, index = paged(p, last, DECODE_ROWS, [len(p.lengths) - 1])
     assert_same(found, wanted, index, "decode of one sequence")
+    index = p.boundaries[1:] - 1
+    k, v, tiles = p.pages_k, p.pages_v, decode_tiles(torch.tensor(last, device=p.q.device), p.group)
+    operands = p.q[index], k.values, v.values, k.scale, v.scale
+    found = attention_forward(*operands, tiles, p.softmax_scale, p.table, p.page_size)
+    assert_same(found, wanted, index, "decode of a query a sequence")
 
 
 def check_every_length(p, batches):
@@ -173,8 +185,7 @@ def check_every_length(p, batches):
     wanted, k, v = packed(p), p.pages_k, p.pages_v
     for positions in batches:
         positions = torch.tensor(positions, device=p.q.device)
-        batch = torch.arange(len(positions) + 1, device=p.q.device)
-        tiles = tiles_of(batch, positions, len(positions), p.group, DECODE_ROWS)
+        tiles = decode_tiles(positions, p.group)
         table = p.table[:1].expand(len(positions), -1)
         operands = p.q[positions], k.values, v.values, k.scale, v.scale
         found = attention_forward(*operands, tiles, p.softmax_scale, table, p.page_size)

@@ -50,16 +50,19 @@ def test_warps():
 @needs_triton
 def test_every_kernel_compiles_for_hopper():
     found = json.loads(in_another_process(REPO / "tests/kernels/attention_aot.py"))
-    assert len(found) == 9
+    assert len(found) == 10
     for name, counts in found.items():
         kind, kv_format = name.split()[:2]
         tall = kind in ("prefill", "packed", "grad_q", "grad_kv")
         by = counts["wgmma.mma_async"] > 0, counts["mma.sync"] > 0
-        assert by == (tall, kind == "decode"), (name, counts)
-        if tall or kind == "decode":
+        assert by == (tall, kind in ("decode", "codes")), (name, counts)
+        if kind == "codes":  # which are read once, and stay in the registers that a product reads
+            assert (counts["ldmatrix"], counts["st.shared"]) == (32, 0), (name, counts)
+        if tall or kind in ("decode", "codes"):
             inputs = {"fp8": "f32.f16.f16", "bf16": "f32.bf16.bf16"}[kv_format]
             assert counts[inputs] == counts["wgmma.mma_async"] + counts["mma.sync"], (name, counts)
-        assert counts["together"] in ([2], []), (name, counts)  # the same for tiles of any height
+        if kind != "codes":
+            assert counts["together"] in ([2], []), (name, counts)  # the same for tiles of any height
         # One warp that holds 16 rows spills in the last block of keys of a sequence; others a little at width 96.
         assert counts["stack"] <= (1024 if name.startswith("decode") and "few" not in name else 64), (name, counts)
         assert counts["shared"] <= 227 * 1024, (name, counts)

@@ -1,0 +1,243 @@
+"""Decode attention over FP8 pages near the memory's speed: the bits of `kernels.attention_kernels`, in Gluon.
+
+Triton brings E4M3 codes to the tensor cores by way of FP16 in shared memory, six times the traffic of the codes, and
+that is what its kernel waits for. Here codes are read from shared memory once, straight into a product's operand:
+
+    K   a thread gets four neighbouring widths of a key. Of 16 widths a product takes 4t, 4t+1 and 4t+2, 4t+3 where its
+        thread t wants 2t, 2t+1 and 2t+8, 2t+9: queries are loaded in that order, too.
+    V   codes are taken in pairs of widths, which are transposed as 16-bit numbers are; a byte permutation makes pairs
+        of keys of them, for two sums: of even widths and of odd ones.
+
+So each product adds the same 16 numbers as in a tile of any other height, in blocks of ascending order. One warp serves
+the query heads of one KV head of a sequence; copies of three blocks of keys are under way while it multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.attention_kernels import KV_BLOCK
+from octavo.kernels.triton_shim import ampere, constexpr, gl, gluon, tl
+
+WIDTHS = (64, 128)
+"""Head widths that the kernel takes."""
+ROWS = 16
+STAGES = 3
+"""Blocks of keys in shared memory, for many programs ..."""
+FEW_STAGES = 8
+"""... and where few programs share a multiprocessor."""
+_KV_BLOCK = constexpr(KV_BLOCK)
+_ROWS = constexpr(ROWS)
+_LN_2 = constexpr(0.6931471805599453)
+_FP16_MAX = constexpr(65504.0)
+_ONE_BITS = constexpr(0x3F800000)
+_UNIT = constexpr(2.0**-23)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    tiles: Tensor,
+    factor: float,
+    page_table: Tensor,
+    page_size: int,
+    stages: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query of each sequence over its pages.
+
+    Args:
+        q: [T, H, Dh] bf16, contiguous; H / Hkv at most 16, Dh in WIDTHS.
+        k, v: [slots, Hkv, Dh] e4m3, contiguous.
+        k_scale, v_scale: [slots, Hkv] fp32 powers of two.
+        tiles: [T, 4] int32 as `attention_kernel` takes them, a query each.
+        factor: softmax_scale * log2(e).
+        page_table: [N, pages] int, pages of each sequence in order.
+        page_size: tokens in a page.
+        stages: STAGES or FEW_STAGES.
+
+    Returns:
+        [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
+    """
+    (T, H, Dh), Hkv = q.shape, k.shape[1]
+    out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
+    decode_attention_kernel[(Hkv * len(tiles),)](
+        q,
+        k,
+        v,
+        k_scale,
+        v_scale,
+        out,
+        logsumexp,
+        tiles,
+        page_table,
+        factor,
+        page_table.stride(0),
+        H=H,
+        HKV=Hkv,
+        DH=Dh,
+        PAGE=page_size,
+        STAGES=stages,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return out, logsumexp
+
+
+@gluon.jit(do_not_specialize=["stride_table"])
+def decode_attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, logsumexp_ptr, tiles_ptr, table_ptr, factor, stride_table,
+    H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp for a KV head and a query; arguments as of `attention_kernel`."""
+    GROUP: gl.constexpr = H // HKV
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    by_row: gl.constexpr = gl.SliceLayout(1, mma)
+    by_key: gl.constexpr = gl.SliceLayout(0, mma)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    CHUNKS: gl.constexpr = DH // 16  # of 16 bytes in a key
+    copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
+    copied_rows: gl.constexpr = gl.SliceLayout(1, copied)
+    scales: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    phases: gl.constexpr = 8 // CHUNKS  # keys of 128 bytes
+    codes: gl.constexpr = gl.SwizzledSharedLayout(16, phases, CHUNKS, [1, 0])
+    pairs: gl.constexpr = gl.SwizzledSharedLayout(8, phases, CHUNKS, [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    kv_head = gl.program_id(0) % HKV
+    tiles_ptr += gl.program_id(0) // HKV * 4
+    first_query, position, sequence = gl.load(tiles_ptr), gl.load(tiles_ptr + 2), gl.load(tiles_ptr + 3)
+    table_ptr += sequence.to(gl.int64) * stride_table
+    num_blocks = position // _KV_BLOCK + 1
+
+    row = gl.arange(0, _ROWS, gl.SliceLayout(1, left))
+    place = gl.arange(0, DH, gl.SliceLayout(0, left))
+    width = place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2  # as K's codes come
+    at = (first_query.to(gl.int64) * H + kv_head * GROUP + row).expand_dims(1) * DH + width.expand_dims(0)
+    q = gl.load(q_ptr + at, mask=(row < GROUP).expand_dims(1) & (width < DH).expand_dims(0), other=0.0).to(gl.float32)
+    q = gl.where(q > _FP16_MAX, _FP16_MAX, gl.where(q < -_FP16_MAX, -_FP16_MAX, q)).to(gl.float16)  # a NaN stays
+
+    k_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _KV_BLOCK, DH], codes)
+    v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _KV_BLOCK, DH], codes)
+    k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _KV_BLOCK], flat)
+    v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _KV_BLOCK], flat)
+    column = gl.arange(0, DH, gl.SliceLayout(0, copied)).expand_dims(0)
+
+    rows = _slots(table_ptr, 0, position, PAGE, copied_rows)
+    few = _slots(table_ptr, 0, position, PAGE, scales)
+    for stage in gl.static_range(STAGES - 1):
+        if stage < num_blocks:
+            _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, kv_head, k_tiles, v_tiles, k_scales,
+                  v_scales, stage, HKV, DH)  # fmt: skip
+        ampere.async_copy.commit_group()
+        rows = _slots(table_ptr, stage + 1, position, PAGE, copied_rows)
+        few = _slots(table_ptr, stage + 1, position, PAGE, scales)
+
+    largest = gl.full([_ROWS], float("-inf"), gl.float32, by_row)
+    total = gl.zeros([_ROWS], gl.float32, by_row)
+    even = gl.zeros([_ROWS, DH // 2], gl.float32, mma)
+    odd = gl.zeros([_ROWS, DH // 2], gl.float32, mma)
+    unit = 0.0
+    for block in range(0, num_blocks):
+        ampere.async_copy.wait_group(STAGES - 2)
+        gl.thread_barrier()
+        ahead = block + STAGES - 1
+        if ahead < num_blocks:
+            _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, kv_head, k_tiles, v_tiles, k_scales,
+                  v_scales, ahead % STAGES, HKV, DH)  # fmt: skip
+        ampere.async_copy.commit_group()
+        rows = _slots(table_ptr, ahead + 1, position, PAGE, copied_rows)
+        few = _slots(table_ptr, ahead + 1, position, PAGE, scales)
+
+        now_at = block % STAGES
+        k = _key_operand(k_tiles.index(now_at), DH, mma)
+        key_factor = factor * k_scales.index(now_at).load(by_key)
+        scores = ampere.mma_v2(q, k, gl.zeros([_ROWS, _KV_BLOCK], gl.float32, mma)) * key_factor.expand_dims(0)
+        visible = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, by_key) <= position
+        scores = gl.where(visible.expand_dims(0), scores, float("-inf"))
+        now = _larger(largest, gl.reduce(scores, 1, _larger))
+        moved = gl.exp2(largest - now)
+        p = gl.exp2(scores - now.expand_dims(1))
+        counted = (p + 1.0).to(gl.int32, bitcast=True) - _ONE_BITS
+        total = total * moved + gl.sum(counted, 1).to(gl.float32)
+        largest = now
+
+        v_scale = gl.where(visible, v_scales.index(now_at).load(by_key), 0.0)
+        grown = gl.maximum(unit, gl.max(v_scale, 0))  # which drops NaN
+        weights = (p * (v_scale * _inverse(grown)).expand_dims(0)).to(gl.float16)
+        moved *= unit * _inverse(grown)
+        unit = grown
+        v_even, v_odd = _value_operands(v_tiles.index(now_at), DH, mma, pairs)
+        weights = gl.convert_layout(weights, left)
+        even = ampere.mma_v2(weights, v_even, even * moved.expand_dims(1))
+        odd = ampere.mma_v2(weights, v_odd, odd * moved.expand_dims(1))
+
+    total *= _UNIT
+    scale = (unit / total).expand_dims(1)
+    row = gl.arange(0, _ROWS, by_row)
+    here = row < GROUP
+    row_at = first_query.to(gl.int64) * H + kv_head * GROUP + row
+    pair = gl.arange(0, DH // 2, gl.SliceLayout(0, mma))
+    at = out_ptr + row_at.expand_dims(1) * DH + 2 * pair.expand_dims(0)
+    mask = here.expand_dims(1) & (pair < DH // 2).expand_dims(0)
+    gl.store(at, (even * scale).to(gl.bfloat16), mask=mask)
+    gl.store(at + 1, (odd * scale).to(gl.bfloat16), mask=mask)
+    gl.store(logsumexp_ptr + row_at, (largest + gl.log2(total)) * _LN_2, mask=here)
+
+
+@gluon.jit
+def _slots(table_ptr, block, position, PAGE: gl.constexpr, layout: gl.constexpr):
+    """Slots of a block's keys; beyond the last key its own slot, whose weight there is 0."""
+    key = gl.minimum(block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, layout), position)
+    return gl.load(table_ptr + key // PAGE).to(gl.int64) * PAGE + key % PAGE
+
+
+@gluon.jit
+def _copy(
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, kv_head, k_tiles, v_tiles, k_scales, v_scales, stage,
+    HKV: gl.constexpr, DH: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a block of keys and values and their scales."""
+    at = (rows * HKV + kv_head).expand_dims(1) * DH + column
+    ampere.async_copy.async_copy_global_to_shared(k_tiles.index(stage), k_ptr + at)
+    ampere.async_copy.async_copy_global_to_shared(v_tiles.index(stage), v_ptr + at)
+    ampere.async_copy.async_copy_global_to_shared(k_scales.index(stage), k_scale_ptr + few * HKV + kv_head)
+    ampere.async_copy.async_copy_global_to_shared(v_scales.index(stage), v_scale_ptr + few * HKV + kv_head)
+
+
+@gluon.jit
+def _key_operand(tile, DH: gl.constexpr, mma: gl.constexpr):
+    """K^T [DH, 64] in FP16, its widths in the order that queries are loaded in; no number changes its thread."""
+    codes = tile.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 4))
+    half = gl.reshape(codes.to(gl.float16), (DH // 16, 4, 2, 2, _KV_BLOCK))
+    half = gl.reshape(gl.permute(half, (0, 2, 1, 3, 4)), (DH, _KV_BLOCK))
+    return gl.convert_layout(half, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _value_operands(tile, DH: gl.constexpr, mma: gl.constexpr, pairs: gl.constexpr):
+    """V [64, DH / 2] in FP16 of the even widths and of the odd ones."""
+    words = tile._reinterpret(gl.int16, [_KV_BLOCK, DH // 2], pairs).load(gl.DotOperandLayout(1, mma, 2))
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 bytes; .reg .b16 low, high; prmt.b32 bytes, $2, $2, 0x3120; mov.b32 {low, high}, bytes; "
+        "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+        "=r,=r,r",
+        [words],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _inverse(power_of_two):
+    """1 / x of a power of two."""
+    return (0x7F000000 - power_of_two.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
