@@ -12,12 +12,11 @@ values live is the caller's business (`AttentionContext`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from octavo.kernels.heads import HeadTransform
@@ -152,7 +151,7 @@ class Decoder(nn.Module):
         self.register_buffer("num_saturated", torch.zeros(1, dtype=torch.int64), persistent=False)
         self._head: tuple[tuple[int, int], Operand] | None = None
         self.fuses = True
-        """Run without a gradient in fewer kernels (`models.fused`), in which a norm makes no output of its own."""
+        """Run in fewer kernels (`models.fused`), in which not every module is called nor makes an output of its own."""
         self.recompute_layers = False
         """Keep only each layer's input for the backward, and compute the layer again there: the same bits."""
 
@@ -210,11 +209,10 @@ class Decoder(nn.Module):
         """
         h = _embed(self.embed_tokens, self.embed_hp, tokens)
         cos, sin = self.cos[positions], self.sin[positions]
-        if self.fuses and not (shadow or torch.is_grad_enabled()):
+        if self.fuses and not shadow:
             return self.norm(run_layers(self, h, cos, sin, context))
         for block in self.blocks():
-            run = _recomputed if self.recompute_layers and torch.is_grad_enabled() else Block.__call__
-            h = run(block, h, cos, sin, context, self.num_saturated, shadow)
+            h = block(h, cos, sin, context, self.num_saturated, shadow)
         return self.norm(h)
 
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -232,26 +230,6 @@ class Decoder(nn.Module):
         if self._head is None or self._head[0] != state:
             self._head = (state, grid_operand(source))
         return self._head[1]
-
-
-def _recomputed(
-    block: Block, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor, shadow: bool
-) -> Tensor:
-    def run(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # the count is no input: it changes before the backward
-        return cast(Tensor, block(h, cos, sin, context, num_saturated, shadow))
-
-    return cast(
-        Tensor,
-        checkpoint(
-            run,
-            h,
-            cos,
-            sin,
-            use_reentrant=False,
-            preserve_rng_state=False,  # a forward draws nothing
-            context_fn=lambda: (nullcontext(), block.recomputing()),
-        ),
-    )
 
 
 class _Embed(torch.autograd.Function):
