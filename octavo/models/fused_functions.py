@@ -50,8 +50,8 @@ class NormLinear(torch.autograd.Function):
         h, gain, inverse_rms, x_t, x_scale, _ = ctx.saved_tensors
         ctx.maybe_clear_saved_tensors()  # what was read last goes first, as it would between functions
         grad_x, grad_weight = ctx.layer.gradients(grad_y, _across(x_t, x_scale), True)
-        del x_t, x_scale
         grad_bias = grad_y.float().sum(dim=0) if ctx.needs_input_grad[4] else None
+        del x_t, x_scale
         grad_h, grad_gain = _norm_gradients(h, gain, inverse_rms, grad_x, grad_h)
         return grad_h, grad_h if ctx.adds else None, grad_gain, grad_weight, grad_bias, None, None
 
