@@ -52,7 +52,7 @@ class NormLinear(torch.autograd.Function):
         grad_x, grad_weight = ctx.layer.gradients(grad_y, _across(x_t, x_scale), True)
         grad_bias = grad_y.float().sum(dim=0) if ctx.needs_input_grad[4] else None
         del x_t, x_scale
-        grad_h, grad_gain = _norm_gradients(h, gain, inverse_rms, grad_x, grad_h)
+        grad_h, grad_gain = rms_norm_backward(h, gain, inverse_rms, grad_x, grad_h)
         return grad_h, grad_h if ctx.adds else None, grad_gain, grad_weight, grad_bias, None, None
 
 
@@ -92,7 +92,7 @@ class NormMLP(torch.autograd.Function):
         left, right = block_operand(*along, gate_up.splits), _across(*across)
         grad_x, grad_gate_up = gate_up.gradients_of_casts(left, right, _across(x_t, x_scale))
         del along, across, left, right, x_t, x_scale
-        grad_h, grad_gain = _norm_gradients(h, gain, inverse_rms, grad_x, grad_h)
+        grad_h, grad_gain = rms_norm_backward(h, gain, inverse_rms, grad_x, grad_h)
         return grad_h, grad_h, grad_gain, grad_gate_up, grad_down, None, None, None
 
 
@@ -113,14 +113,6 @@ def _norm_linear(
     assert made.q_t is not None and made.scale_t is not None
     y = layer.multiply(block_operand(made.q, made.scale, [layer.in_features]))
     return made.h, y, _Norm(made.inverse_rms, made.q_t, made.scale_t)
-
-
-def _norm_gradients(
-    h: Tensor, gain: Tensor, inverse_rms: Tensor, grad_x: Tensor, grad_h: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of h, which the norm and the next residual sum read, and of the gain."""
-    through_norm, grad_gain = rms_norm_backward(h, gain, inverse_rms, grad_x)
-    return through_norm.add_(grad_h), grad_gain
 
 
 def block_operand(q: Tensor, scale: Tensor, splits: list[int]) -> Operand:
