@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         self.register_buffer("num_saturated", torch.zeros(1, dtype=torch.int64), persistent=False)
         self._head: tuple[tuple[int, int], Operand] | None = None
         self.fuses = True
-        """Run in fewer kernels (`models.fused`), in which not every module is called nor makes an output of its own."""
+        """Run in fewer kernels (`models.fused`). False calls every module for an output of its own, and none again."""
         self.recompute_layers = False
         """Keep only each layer's input for the backward, and compute the layer again there: the same bits."""
 
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         """
         h = _embed(self.embed_tokens, self.embed_hp, tokens)
         cos, sin = self.cos[positions], self.sin[positions]
-        if self.fuses and not shadow:
+        if self.fuses and not shadow and len(tokens):
             return self.norm(run_layers(self, h, cos, sin, context))
         for block in self.blocks():
             h = block(h, cos, sin, context, self.num_saturated, shadow)

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from octavo.kernels.norm import add_rms_norm_cast
-from octavo.kernels.operands import FILLED, K_BLOCK, ROW_MULTIPLE, Operand
+from octavo.kernels.operands import FILLED, ROW_MULTIPLE
 from octavo.kernels.swiglu import swiglu, swiglu_cast
 from octavo.layers.attention import AttentionContext
 from octavo.layers.linear import FP8Linear
-from octavo.models.fused_functions import NormLinear, NormMLP
-from octavo.numerics.exact import block_edges
+from octavo.models.fused_functions import NormLinear, NormMLP, cast_operand
 from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X1, PER_ROW, QuantBlock
 from octavo.numerics.recipe import Recipe
 
@@ -93,7 +92,7 @@ def _projected(layer: FP8Linear, norm: Norm, h: Tensor, delta: Tensor | None) ->
     made = add_rms_norm_cast(
         h, delta, norm.weight, norm.norm_eps, quant_block=block, rounding=rounding, pad_to=PADDING[block]
     )
-    return made.h, layer.multiply(_operand(made.q, made.scale, layer, block))
+    return made.h, layer.multiply(cast_operand(made.q, made.scale, [layer.in_features], block))
 
 
 def _down(layer: FP8Linear, gate_up: Tensor) -> Tensor:
@@ -102,7 +101,7 @@ def _down(layer: FP8Linear, gate_up: Tensor) -> Tensor:
     if block is None:
         return layer(swiglu(gate_up))
     made = swiglu_cast(gate_up, quant_block=block, rounding=layer.recipe.scale_rounding, pad_to=PADDING[block])
-    return layer.multiply(_operand(made.q, made.scale, layer, block))
+    return layer.multiply(cast_operand(made.q, made.scale, [layer.in_features], block))
 
 
 def _block_of(layer: FP8Linear) -> QuantBlock | None:
@@ -119,8 +118,3 @@ def saves_blocks(recipe: Recipe) -> bool:
     """Whether X comes in the blocks of FProp and, saved for it, in those of WGrad from one kernel."""
     blocks = None if recipe.wgrad is None else (recipe.fprop.left, recipe.wgrad.right)
     return blocks == (BLOCK_1X128, BLOCK_128X1) and recipe.saved_activations == "fp8"
-
-
-def _operand(q: Tensor, scale: Tensor, layer: FP8Linear, block: QuantBlock) -> Operand:
-    by_blocks = block == BLOCK_1X128
-    return Operand(q, scale, block_edges(layer.in_features, K_BLOCK if by_blocks else None), by_blocks)

@@ -10,6 +10,7 @@ written is rounded to BF16 all the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor
 from octavo.kernels.norm import add_rms_norm_cast, rms_norm_backward
 from octavo.kernels.operands import FILLED, Operand, QuantizedMatrix, split_edges
 from octavo.kernels.swiglu import swiglu_backward_cast, swiglu_cast
-from octavo.numerics.exact import K_BLOCK, block_edges
-from octavo.numerics.fp8 import BLOCK_128X1
+from octavo.numerics.exact import block_edges
+from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X1, QuantBlock
 
 if TYPE_CHECKING:
     from octavo.layers.linear import FP8Linear
@@ -73,7 +74,7 @@ class NormMLP(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         h, halves, norm = _norm_linear(h, delta, gain, norm_eps, gate_up)
         made = swiglu_cast(halves, transposed=True, rounding=down.recipe.scale_rounding, pad_to=FILLED)
-        y = down.multiply(block_operand(made.q, made.scale, [down.in_features]))
+        y = down.multiply(cast_operand(made.q, made.scale, [down.in_features]))
         ctx.layers = gate_up, down
         weights = gate_up.stored_weight(), down.stored_weight()
         ctx.save_for_backward(h, gain, *norm, halves, made.q_t, made.scale_t, *weights)
@@ -89,7 +90,7 @@ class NormMLP(torch.autograd.Function):
         del s_t, s_scale
         along, across = swiglu_backward_cast(halves, grad_s, gate_up.recipe.scale_rounding, pad_to=FILLED)
         del halves, grad_s
-        left, right = block_operand(*along, gate_up.splits), _across(*across)
+        left, right = cast_operand(*along, gate_up.splits), _across(*across)
         grad_x, grad_gate_up = gate_up.gradients_of_casts(left, right, _across(x_t, x_scale))
         del along, across, left, right, x_t, x_scale
         grad_h, grad_gain = rms_norm_backward(h, gain, inverse_rms, grad_x, grad_h)
@@ -111,13 +112,13 @@ def _norm_linear(
         h, delta, gain, norm_eps, transposed=True, rounding=layer.recipe.scale_rounding, pad_to=FILLED
     )
     assert made.q_t is not None and made.scale_t is not None
-    y = layer.multiply(block_operand(made.q, made.scale, [layer.in_features]))
+    y = layer.multiply(cast_operand(made.q, made.scale, [layer.in_features]))
     return made.h, y, _Norm(made.inverse_rms, made.q_t, made.scale_t)
 
 
-def block_operand(q: Tensor, scale: Tensor, splits: list[int]) -> Operand:
-    """A cast by blocks of 1x128 that are filled up, ready for a product over its columns."""
-    return Operand(q, scale, split_edges(splits, K_BLOCK), by_blocks=True)
+def cast_operand(q: Tensor, scale: Tensor, splits: Sequence[int], quant_block: QuantBlock = BLOCK_1X128) -> Operand:
+    """A cast of X [T, sum of splits], 1x128 with each block filled up or per row, ready for a product over columns."""
+    return Operand(q, scale, split_edges(splits, quant_block[1]), by_blocks=quant_block == BLOCK_1X128)
 
 
 def _across(q_t: Tensor, scale_t: Tensor) -> QuantizedMatrix:

@@ -26,7 +26,7 @@ def trained(decoder, lengths=(40, 77, 11)):
     """Log-probabilities of a batch, and the gradient of every parameter that has one."""
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(97, (length,), generator=generator).tolist() for length in lengths]
-    tokens, positions, cu_seqlens = lay_end_to_end(sequences)
+    tokens, positions, cu_seqlens = (part.long() for part in lay_end_to_end(sequences))  # none are no integers
     weights = torch.randn(len(tokens), generator=generator)
     decoder.zero_grad()
     states = decoder(tokens, positions, PackedAttention(cu_seqlens, decoder.recipe.kv_cache))
@@ -118,6 +118,14 @@ def test_only_what_the_recipe_casts_for_both_products_is_cast_early(monkeypatch,
     assert len(casts) == num_norms
     decoder.fuses = False
     assert_equal(found, trained(decoder))
+
+
+def test_an_empty_batch_has_gradients_of_zero(monkeypatch):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["ragged"]), get_recipe("block128"))
+    kernel_products.as_on_gpu(monkeypatch)
+    found = trained(decoder, ())
+    assert found.keys() == {"logprobs", *(name for name, _ in decoder.named_parameters())}
+    assert not any(tensor.any() for tensor in found.values())
 
 
 @pytest.mark.parametrize("frozen", ["weight", "norm", "embed_tokens", "down_proj", "layers.0"])
