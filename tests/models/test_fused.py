@@ -128,25 +128,38 @@ def test_an_empty_batch_has_gradients_of_zero(monkeypatch):
     assert not any(tensor.any() for tensor in found.values())
 
 
-@pytest.mark.parametrize("frozen", ["weight", "norm", "embed_tokens", "down_proj", "layers.0"])
-def test_frozen_parameters_have_no_gradient_and_change_no_other(monkeypatch, frozen):
+@pytest.mark.parametrize(
+    "frozen, num_norms", [("weight", 0), ("norm", 4), ("embed_tokens", 4), ("down_proj", 4), ("layers.0", 2)]
+)
+def test_frozen_parameters_have_no_gradient_and_change_no_other(monkeypatch, frozen, num_norms):
     decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128"))
     kernel_products.as_on_gpu(monkeypatch)
     whole = trained(decoder)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(frozen not in name or name == "lm_head")
+    casts = counted(monkeypatch, fused_functions, "add_rms_norm_cast")
     assert_equal(trained(decoder), {name: grad for name, grad in whole.items() if frozen not in name})
+    assert len(casts) == num_norms, "a frozen weight saves nothing"
 
 
-def test_what_was_saved_is_guarded_and_goes_only_with_the_graph(monkeypatch):
+def test_a_second_backward_needs_the_graph_kept(monkeypatch):
     decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128"))
     kernel_products.as_on_gpu(monkeypatch)
     loss = hidden(decoder, grad=True).float().square().sum()
     loss.backward(retain_graph=True)
     reached = [parameter for parameter in decoder.parameters() if parameter.grad is not None]
     once = [parameter.grad.clone() for parameter in reached]
-    loss.backward(retain_graph=True)
+    loss.backward()
     assert once and all(torch.equal(parameter.grad, 2 * grad) for parameter, grad in zip(reached, once, strict=True))
-    decoder.requantize_()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["qkv_proj", "gate_up_proj", "down_proj"])
+def test_a_backward_after_a_weight_was_rewritten_is_refused(monkeypatch, name):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128"))
+    kernel_products.as_on_gpu(monkeypatch)
+    loss = hidden(decoder, grad=True).float().sum()
+    getattr(decoder.layers[1], name).requantize_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
