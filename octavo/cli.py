@@ -98,6 +98,7 @@ def train(
     ] = False,
 ) -> None:
     """Post-train a model: rollouts, rewards, updates; leaves metrics.jsonl and model/ in output_dir."""
+    from octavo.plugins.vllm import VLLMEngine
     from octavo.trainer.config import TrainConfig
     from octavo.trainer.config_file import load_config
     from octavo.trainer.interrupt import Interrupted
@@ -107,7 +108,7 @@ def train(
     settings = load_config(TrainConfig, config, overrides or [])
     display = Display()
     try:
-        folder = run_training(settings, display, resume=resume, allow_changes=allow_changes)
+        folder = run_training(settings, display, resume=resume, allow_changes=allow_changes, vllm=VLLMEngine)
     except Interrupted as stop:
         print(f"octavo: {stop}", file=sys.stderr)
         raise typer.Exit(stop.exit_code) from None
@@ -134,6 +135,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model on the task's held-out problems, or on evaluation.sets; prints JSON, and a table on stderr."""
+    from octavo.plugins.vllm import VLLMEngine
     from octavo.trainer.config import TrainConfig
     from octavo.trainer.config_file import load_config
     from octavo.trainer.evaluation import run_evaluation
@@ -141,7 +143,7 @@ def evaluate(
     settings = load_config(TrainConfig, config, overrides or [])
     if output is not None:
         check_output(output)
-    print(json.dumps(run_evaluation(settings, output, compare)))
+    print(json.dumps(run_evaluation(settings, output, compare, VLLMEngine)))
 
 
 @app.command(

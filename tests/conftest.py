@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,9 @@ REPO = Path(__file__).resolve().parents[1]
 # The tensors of these tests are tiny. Threads that wait for each other gain nothing on an idle machine, and beside
 # another busy process they made the suite five times slower.
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background jobs, and in whatever the tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (count := torch.cuda.device_count()) > 1:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % count)  # a GPU each

@@ -21,6 +21,7 @@ from octavo.models.config import DecoderConfig, read_config
 from octavo.models.decoder import Decoder
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import Recipe
+from octavo.rollout.vllm_config import VLLMConfig, supported_release
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import encode_messages, stop_token_ids
 from octavo.tasks.sandbox import refusal
@@ -29,7 +30,7 @@ from octavo.trainer.config_file import load_config
 from octavo.trainer.errors import reason
 from octavo.trainer.memory import Planner, binary_size, planner
 from octavo.trainer.memory_advice import advice, free_bytes
-from octavo.trainer.memory_held import MemoryEstimate
+from octavo.trainer.memory_held import MemoryEstimate, linears
 from octavo.trainer.output import RunFolder
 from octavo.trainer.precision import declared_flow
 from octavo.trainer.problems import evaluated_tasks, overlap_text
@@ -61,6 +62,8 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
         shape, hf_config = read_config(config.model.path)
         flow = declared_flow(config)
         yield flow_row(config, flow)
+        if isinstance(config.rollout.engine, VLLMConfig):
+            yield vllm_row(config.precision.rollout_recipe(), shape)
         plan_of = planner(config)
         plan = plan_of(config)
         yield weights_row(config.model.path, shape, plan.estimate.num_parameters)
@@ -90,11 +93,31 @@ def flow_row(config: TrainConfig, flow: PrecisionFlow) -> Row:
     detail = f"{recipe.name}, KV {recipe.kv_cache}, saved activations {recipe.saved_activations}; {kept}"
     if flow.differences():
         step = "make rollout and training one forward, unless this is the baseline to compare with"
+        if isinstance(config.rollout.engine, VLLMConfig):
+            step = "set rollout.engine.type=octavo where rollout and training must be one forward"
         return _row("precision flow", "WARN", f"{detail}; not exact: the rollout runs another forward", step)
     if not recipe.batch_invariant:
         step = "take precision.recipe=block128, or tensorwise_static for one scale per tensor"
         return _row("precision flow", "WARN", f"{detail}; not exact: its activation scales depend on the batch", step)
     return _row("precision flow", "OK", f"{detail}; exact")
+
+
+def vllm_row(rollout: Recipe, shape: DecoderConfig) -> Row:
+    """Whether vLLM is there, and takes the model's widths."""
+    try:
+        release = supported_release()
+    except UNUSABLE as error:
+        return _fail("vLLM", error, "install one of those, or set rollout.engine.type=octavo")
+    inner = ("q_proj", "k_proj", "gate_proj")  # all but the last part of what vLLM runs as one weight
+    refused = [
+        f"{name}: {rows}"
+        for name, rows, _ in linears(shape)
+        if rollout.quantizes and name.endswith(inner) and rows % 128 and not rollout.keeps_bf16(name)
+    ]
+    if refused:
+        detail = f"{release} refuses FP8 weights of widths that are no multiple of 128, the first {refused[0]}"
+        return _row("vLLM", "FAIL", detail, "set precision.rollout=bf16, or keep them in precision.keep_bf16")
+    return _row("vLLM", "OK", release)
 
 
 def check_modules(config: TrainConfig, shape: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe) -> None:

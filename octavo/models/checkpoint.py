@@ -97,7 +97,7 @@ def load_decoder(
     if dither_seed is not None:
         dither_masters_(decoder, dither_seed)
     decoder.to(device)
-    decoder.requantize_()
+    decoder.requantize_(policy_version=0)
     fp8_folder.put_bytes_(decoder, weights)
     return decoder
 
@@ -175,11 +175,16 @@ def _write_folder(
     hf_config.dtype = decoder.dtype
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
-    state = {name: tensor.detach().to("cpu", decoder.dtype).contiguous() for name, tensor in _tensors(decoder)}
+    quantized = fp8_folder.stored_weights(decoder) if weights == "fp8" else {}
+    state = {
+        name: tensor.detach().to("cpu", decoder.dtype).contiguous()
+        for name, tensor in _tensors(decoder)
+        if name.removesuffix(".weight") not in quantized
+    }
+    for name, stored in quantized.items():
+        state[f"{name}.weight"] = stored.q.cpu().contiguous()
+        state[f"{name}.{fp8_folder.SCALE}"] = stored.scale.cpu().contiguous()
     if weights == "fp8":
-        for name, stored in fp8_folder.stored_weights(decoder).items():
-            state[f"{name}.weight"] = stored.q.cpu().contiguous()
-            state[f"{name}.{fp8_folder.SCALE}"] = stored.scale.cpu().contiguous()
         hf_config.quantization_config = fp8_folder.quantization_config(decoder)
     split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
     for filename, names in split.filename_to_tensors.items():

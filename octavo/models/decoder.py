@@ -150,6 +150,8 @@ class Decoder(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         self.register_buffer("num_saturated", torch.zeros(1, dtype=torch.int64), persistent=False)
         self._head: tuple[tuple[int, int], Operand] | None = None
+        self.policy_version = 0
+        """Optimiser steps in the bytes that the forward reads."""
         self.fuses = True
         """Run in fewer kernels (`models.fused`). False calls every module for an output of its own, and none again."""
         self.recompute_layers = False
@@ -177,12 +179,18 @@ class Decoder(nn.Module):
             setattr(twin.get_submodule(parent), leaf, parameter)
         twin.recompute_layers = self.recompute_layers
         twin.to(self.embed_tokens.device)
-        twin.requantize_()
+        twin.requantize_(self.policy_version)
         return twin
 
     @torch.no_grad()
-    def requantize_(self) -> None:
-        """Rewrite every byte that the forward reads from the masters, in place. Call after each optimiser step."""
+    def requantize_(self, policy_version: int | None = None) -> None:
+        """Rewrite every byte that the forward reads from the masters, in place. Call after each optimiser step.
+
+        Args:
+            policy_version: optimiser steps in the masters; None counts one more. An engine that has weights of its own
+                loads them anew when it changes.
+        """
+        self.policy_version = self.policy_version + 1 if policy_version is None else policy_version
         for layer in quantized_layers(self):
             layer.requantize_()
         self.embed_hp.copy_(self.embed_tokens)

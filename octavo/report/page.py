@@ -182,6 +182,7 @@ def summary_of(run: RunRecord) -> dict[str, str]:
         "model": plain(setting(run.config, "model.path")),
         "task": plain(setting(run.config, "task.type")),
         "recipe": plain(recipe) + (f", KV cache {plain(kv_cache)}" if kv_cache is not None else ""),
+        "engine": plain(setting(run.config, "rollout.engine.type") or "octavo"),
         "steps": f"{run.steps_done} of {run.num_steps or '?'}",
         "status": status,
         "reward, last": plain(rewards.values[-1]) if rewards.values else NOTHING,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +27,11 @@ MAX_GROUP_SIZE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Memory and batching of the engine; none of it changes a number in a completion."""
+    """octavo's own engine, in the trainer's process, on the trainer's bytes: its memory and batching, none of which
+    changes a number in a completion. A name alone, as `rollout.engine: vllm`, stands for the section's type."""
 
+    type_name: ClassVar[str] = "octavo"
+    shorthand: ClassVar[str] = "type"
     page_size: int = 16
     """Tokens in a page of the KV cache."""
     kv_cache_tokens: int = 65536
@@ -64,6 +68,29 @@ class Completion:
     """FP32 log-probability of each sampled token, at the sampling temperature."""
     finish_reason: str
     """"stop": a stop token was sampled. "length": cut off at the limit (truncated)."""
+
+
+class RolloutEngine(Protocol):
+    """What the trainer samples with: `Engine`, or another behind the same call."""
+
+    decoder: Decoder
+    """Whose bytes the engine multiplies, or loads before it samples."""
+    stop_token_ids: frozenset[int]
+    """Each ends a completion."""
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingConfig,
+        *,
+        max_completion_tokens: int,
+        group_size: int = 1,
+        seed: int = 0,
+        first_index: int = 0,
+        progress: Callable[[int], None] | None = None,
+        on_completion: Callable[[int, int, Completion], None] | None = None,
+    ) -> list[list[Completion]]:
+        """As `Engine.generate`."""
 
 
 class Engine:
@@ -134,10 +161,7 @@ class Engine:
             ValueError: an empty prompt, one that cannot fit or that is not of this vocabulary; logits that are not
                 finite.
         """
-        for name, value in (("max_completion_tokens", max_completion_tokens), ("group_size", group_size)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
-        check_group_size("group_size", group_size)
+        check_request(self.decoder, prompts, max_completion_tokens, group_size)
         queue = Scheduler(
             num_pages=self.cache.num_pages,
             page_size=self.cache.page_size,
@@ -146,7 +170,7 @@ class Engine:
         )
         sequences = [
             [scheduler.Sequence(p * MAX_GROUP_SIZE + g, group, max_completion_tokens) for g in range(group_size)]
-            for p, group in enumerate(self._groups(prompts, max_completion_tokens), start=first_index)
+            for p, group in enumerate((PromptGroup(list(prompt)) for prompt in prompts), start=first_index)
         ]
         for group in sequences:
             for sequence in group:
@@ -170,23 +194,6 @@ class Engine:
                 progress(len(finished))
         self.num_preemptions = queue.num_preemptions
         return [[_completion(sequence) for sequence in group] for group in sequences]
-
-    def _groups(self, prompts: Sequence[list[int]], max_completion_tokens: int) -> list[PromptGroup]:
-        vocab_size = self.decoder.config.vocab_size
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {index} is empty: a completion needs at least one token before it")
-            if min(prompt) < 0 or max(prompt) >= vocab_size:
-                raise ValueError(
-                    f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is "
-                    f"0 to {vocab_size - 1}: is the tokenizer another model's?"
-                )
-            if len(prompt) + max_completion_tokens > self.decoder.max_tokens:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens; with {max_completion_tokens} more it exceeds the "
-                    f"{self.decoder.max_tokens} that the decoder was made for"
-                )
-        return [PromptGroup(list(prompt)) for prompt in prompts]
 
     def _prefill(
         self, batch: list[scheduler.Sequence], sampling: SamplingConfig, seed: int
@@ -224,6 +231,34 @@ class Engine:
         if sequence.completion[-1] in self.stop_token_ids:
             return "stop"
         return "length" if sequence.num_tokens == sequence.longest else ""
+
+
+def check_request(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], max_completion_tokens: int, group_size: int
+) -> None:
+    """Refuse what no engine of this decoder can sample.
+
+    Raises:
+        ValueError: an empty prompt, one that cannot fit or that is not of this vocabulary; a size below 1.
+    """
+    for name, value in (("max_completion_tokens", max_completion_tokens), ("group_size", group_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    check_group_size("group_size", group_size)
+    vocab_size = decoder.config.vocab_size
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty: a completion needs at least one token before it")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(
+                f"prompt {index} has token ids from {min(prompt)} to {max(prompt)}, but the model's vocabulary is "
+                f"0 to {vocab_size - 1}: is the tokenizer another model's?"
+            )
+        if len(prompt) + max_completion_tokens > decoder.max_tokens:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; with {max_completion_tokens} more it exceeds the "
+                f"{decoder.max_tokens} that the decoder was made for"
+            )
 
 
 def check_group_size(name: str, size: int) -> None:

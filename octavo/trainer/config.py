@@ -20,6 +20,7 @@ from octavo.rl.observatory import ObservatoryConfig
 from octavo.rl.overlong import OverlongConfig
 from octavo.rollout.engine import EngineConfig, check_group_size
 from octavo.rollout.sampler import SamplingConfig
+from octavo.rollout.vllm_config import VLLMConfig, check_vllm_runs
 from octavo.tasks.arithmetic import ArithmeticConfig
 from octavo.tasks.datasets import DatasetConfig
 from octavo.tasks.gsm8k import GSM8KConfig
@@ -71,8 +72,8 @@ class RolloutConfig:
     """Completions are cut off here (finish_reason "length")."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Temperature only: truncated sampling biases the ratio."""
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    """Memory and batching."""
+    engine: EngineConfig | VLLMConfig = field(default_factory=EngineConfig)
+    """Who samples."""
 
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "group_size", "max_prompt_tokens", "max_completion_tokens"):
@@ -264,6 +265,8 @@ class TrainConfig:
         if not self.output_dir:
             raise ValueError("output_dir is empty; name a folder, as runs/mine")
         paths = {"output_dir": self.output_dir, "model.path": self.model.path, "critic.path": self.critic.path or ""}
+        if isinstance(rollout.engine, VLLMConfig):
+            paths["rollout.engine.transfer_dir"] = rollout.engine.transfer_dir
         for name, path in paths.items():
             if path.startswith("~"):  # a shell leaves it so behind key=
                 raise ValueError(f"{name}={path!r} would be a folder named ~ here. Write $HOME, or the whole path")
@@ -318,11 +321,33 @@ class TrainConfig:
                 f"algorithm.overlong.buffer_tokens={self.algorithm.overlong.buffer_tokens} is more than "
                 f"rollout.max_completion_tokens={rollout.max_completion_tokens}, before which it lies. Lower it"
             )
-        longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
-        if longest > rollout.engine.kv_cache_tokens // rollout.engine.page_size * rollout.engine.page_size:
+        if isinstance(rollout.engine, VLLMConfig):
+            self._check_vllm()
+        elif self.max_tokens > rollout.engine.kv_cache_tokens // rollout.engine.page_size * rollout.engine.page_size:
             raise ValueError(
                 f"rollout.engine.kv_cache_tokens={rollout.engine.kv_cache_tokens} cannot hold one sequence of "
-                f"max_prompt_tokens + max_completion_tokens = {longest} tokens. Raise it"
+                f"max_prompt_tokens + max_completion_tokens = {self.max_tokens} tokens. Raise it"
+            )
+
+    def _check_vllm(self) -> None:
+        """Refuse what vLLM as the engine does not go with."""
+        for sampling in (self.rollout.sampling, self.evaluation.sampling):
+            check_vllm_runs(self.precision.rollout_recipe(), sampling)
+        if not self.precision.allow_mismatch:
+            raise ValueError(
+                "rollout.engine.type=vllm multiplies by kernels of its own, so rollout and training are two forwards "
+                "and trainer.require_exact cannot hold. Set precision.allow_mismatch=true, and importance weights "
+                "correct for it; or use rollout.engine.type=octavo"
+            )
+        if self.device.startswith("cuda:") and self.device != "cuda:0":
+            raise ValueError(
+                f"rollout.engine.type=vllm takes GPUs from the first one on, and device={self.device!r} is another. "
+                f"Use device=cuda, with CUDA_VISIBLE_DEVICES naming that GPU first"
+            )
+        if self.watch is not None and self.watch.action == "bf16_forward":
+            raise ValueError(
+                "watch.action=bf16_forward samples with octavo's own engine, and rollout.engine.type=vllm has none. "
+                "Use another action"
             )
 
     def start_bounds(self) -> ClipBounds:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from octavo.numerics.recipe import Recipe, get_recipe
-from octavo.rollout.engine import Engine
+from octavo.rollout.engine import Engine, EngineConfig, RolloutEngine
 from octavo.rollout.sampler import NonFiniteLogits
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import differences, to_dict
@@ -23,7 +23,7 @@ from octavo.trainer.metrics import Display
 from octavo.trainer.output import JsonLines
 from octavo.trainer.problems import Benchmark, EncodedProblem
 from octavo.trainer.progress import RolloutState, weights_fingerprint
-from octavo.trainer.run import EVALUATION, Run, load_run, model_fingerprint, problems_fingerprint
+from octavo.trainer.run import EVALUATION, Run, VLLMFactory, load_run, model_fingerprint, problems_fingerprint
 from octavo.trainer.scoring import Scoring
 
 DEPENDS_ON = ("seed", "device", "kernels", "model", "precision", "task", "rollout", "evaluation")
@@ -36,7 +36,7 @@ class Job:
 
     precision: str
     """`eval` for the config's own, else a recipe."""
-    engine: Engine
+    engine: RolloutEngine
     benchmark: Benchmark
     problems: Sequence[EncodedProblem]
     """Those of the benchmark that the config wants."""
@@ -58,11 +58,18 @@ def evaluate(run: Run) -> dict[str, float]:
     return to_metrics(measure(run))
 
 
-def run_evaluation(config: TrainConfig, output: Path | None, compare: str | None) -> dict[str, float]:
-    """All of `octavo evaluate`: see `measure`; shows the table on the error channel."""
+def run_evaluation(
+    config: TrainConfig, output: Path | None, compare: str | None, vllm: VLLMFactory | None = None
+) -> dict[str, float]:
+    """All of `octavo evaluate`: see `measure` and `load_run`; shows the table on the error channel."""
     other = None if compare is None else get_recipe(compare)
+    if other is not None and not isinstance(config.rollout.engine, EngineConfig):
+        raise ValueError(
+            f"--compare {compare} runs octavo's own engine, whose kernels would be compared as well. Use "
+            f"rollout.engine.type=octavo"
+        )
     display = Display(Console(stderr=True, highlight=False, soft_wrap=True))
-    run = load_run(config, display)
+    run = load_run(config, display, vllm)
     with closing(run.verifiers):
         results = measure(run, output, other)
     for line in to_lines(results):
@@ -101,8 +108,10 @@ def make_jobs(run: Run, compare: Recipe | None = None) -> list[Job]:
         raise ValueError(f"task {run.task.name!r} has no problems to evaluate on. Give evaluation.sets, as [math500]")
     engines = {DEPLOYED: run.engine}
     if compare is not None:
+        settings = run.config.rollout.engine
+        assert isinstance(settings, EngineConfig), settings
         decoder = run.policy.with_recipe(compare)
-        engines[compare.name] = Engine(decoder, run.config.rollout.engine, sorted(run.engine.stop_token_ids))
+        engines[compare.name] = Engine(decoder, settings, sorted(run.engine.stop_token_ids))
     own_test = not (run.config.evaluation.sets or run.task.parts)
     return [
         Job(

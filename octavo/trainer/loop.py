@@ -21,6 +21,7 @@ from octavo.rl.loss_clipped import BAPO, M2PO
 from octavo.rl.losses import ClipBounds, clip_metrics, kl_estimate, reduce_loss
 from octavo.rl.mismatch import mismatch_by_position, mismatch_metrics
 from octavo.rl.policy_loss import chosen_bounds, dropped_tokens, fixed_bounds, policy_losses
+from octavo.rollout.engine import Engine
 from octavo.trainer.critic import CriticLearner, judge_tokens, learn_values, warms_up
 from octavo.trainer.divergence import Diverged, StepRecord
 from octavo.trainer.observe import observe, observe_old
@@ -106,7 +107,7 @@ def train_step(
             with clock.phase("update"):
                 learned |= optimizer.skip() if warms_up(config, step) else optimizer.step()
                 for decoder in run.decoders:
-                    decoder.requantize_()  # the engine's bytes too
+                    decoder.requantize_(optimizer.update)  # the engine's bytes too
                 run.reference.follow_()
     progress.next_prompt += len(drawn.problems)
     if policy.recipe.static_activation_scale:
@@ -226,7 +227,7 @@ def check_mismatch(run: Run, mini_batches: list[MiniBatch]) -> dict[str, Any]:
     metrics: dict[str, Any] = mismatch_metrics(old, rollout_logprobs, mask, run.config.algorithm.tis_cap)
     metrics |= mismatch_by_position(old[mask], rollout_logprobs[mask], places[mask])
     largest = metrics["mismatch/max_abs_logprob_diff"]
-    recipe, one_forward = run.policy.recipe, run.engine.decoder is run.policy
+    recipe, one_forward = run.policy.recipe, isinstance(run.engine, Engine) and run.engine.decoder is run.policy
     if largest > 0.0 and one_forward and recipe.batch_invariant and run.config.trainer.require_exact:
         raise ValueError(
             f"rollout and training disagree by up to {largest:.3g} in a token's log-probability, under recipe "

@@ -23,13 +23,14 @@ from octavo.models.config import DecoderConfig, read_config
 from octavo.numerics.recipe import get_recipe
 from octavo.rl.gae import GAEConfig
 from octavo.rollout.cuda_graph import padded_size
+from octavo.rollout.engine import EngineConfig
 from octavo.rollout.sampler import looks_at_host
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.critic import critic_shape
 from octavo.trainer.memory_held import MemoryEstimate, estimate_memory
 from octavo.trainer.memory_linear import FP32
 from octavo.trainer.memory_passes import DecoderPass
-from octavo.trainer.precision import declared_flow
+from octavo.trainer.precision import declared_flow, rollout_shares_bytes
 
 GIB = 2**30
 WORKSPACE_BYTES = 32 * 2**20
@@ -105,7 +106,8 @@ def planner(config: TrainConfig) -> Planner:
         ValueError: it is missing or not supported, or does not fit the configuration.
     """
     shape, _ = read_config(config.model.path)
-    two_forwards, of_critic = bool(declared_flow(config).differences()), critic_shape(config, shape)
+    two_forwards = not rollout_shares_bytes(config, declared_flow(config))
+    of_critic = critic_shape(config, shape)
     return lambda config: plan_memory(config, shape, two_forwards, of_critic)
 
 
@@ -123,20 +125,17 @@ def plan_memory(
         held["critic"] -= FP32 * estimate.num_critic_parameters
     held["packed batch"] = counts.in_step * _batch_bytes(config)
     held["rotary table"] = FP32 * config.max_tokens * shape.head_dim
-    engine = config.rollout.engine
-    held["page table"] = FP32 * padded_size(engine.max_sequences) * -(-config.max_tokens // engine.page_size)
-    num_graphs = max(0, counts.running - GRAPH_ROWS) // (padded_size(GRAPH_ROWS + 1) - GRAPH_ROWS)
-    held["cuBLAS workspaces"] = WORKSPACE_BYTES * (2 + num_graphs * engine.cuda_graphs)
-    prefill, decode = _rollout(config, shape, counts)
-    return MemoryPlan(
-        estimate=estimate,
-        held=held,
-        phases={
-            "rollout": {"prefill": prefill} if prefill > decode else {"decode": decode},
-            **_passes(config, shape, of_critic, counts, estimate),
-        },
-        reserve=LIBRARY_BYTES + decode * engine.cuda_graphs,
-    )
+    held["cuBLAS workspaces"] = WORKSPACE_BYTES * 2
+    rollout, reserve, engine = {}, LIBRARY_BYTES, config.rollout.engine
+    if isinstance(engine, EngineConfig):
+        held["page table"] = FP32 * padded_size(engine.max_sequences) * -(-config.max_tokens // engine.page_size)
+        num_graphs = max(0, counts.running - GRAPH_ROWS) // (padded_size(GRAPH_ROWS + 1) - GRAPH_ROWS)
+        held["cuBLAS workspaces"] += WORKSPACE_BYTES * num_graphs * engine.cuda_graphs
+        prefill, decode = _rollout(config, shape, counts)
+        rollout = {"prefill": prefill} if prefill > decode else {"decode": decode}
+        reserve += decode * engine.cuda_graphs
+    phases = {"rollout": rollout, **_passes(config, shape, of_critic, counts, estimate)}
+    return MemoryPlan(estimate=estimate, held=held, phases=phases, reserve=reserve)
 
 
 def _rollout(config: TrainConfig, shape: DecoderConfig, counts: TokenCounts) -> tuple[int, int]:
@@ -215,31 +214,35 @@ class TokenCounts:
     @classmethod
     def of(cls, config: TrainConfig) -> TokenCounts:
         """Of a run."""
-        rollout, evaluation, engine, longest = (
-            config.rollout,
-            config.evaluation,
-            config.rollout.engine,
-            config.max_tokens,
-        )
-        num_prompts, num_sequences = rollout.prompts_per_step, rollout.prompts_per_step * rollout.group_size
-        if evaluation.interval:
-            num_problems = evaluation.num_problems or engine.max_sequences
-            num_prompts = max(num_prompts, num_problems)
-            num_sequences = max(num_sequences, num_problems * evaluation.completions_per_problem)
-        running = min(engine.max_sequences, num_sequences)
-        rest = min(rollout.max_prompt_tokens, engine.page_size)  # of a prompt whose whole pages the group shares
-        prompts = min(num_prompts, running) * rollout.max_prompt_tokens + running * rest
-        if running * longest > engine.kv_cache_tokens:  # sequences are preempted, and computed anew
-            prompts = running * longest
+        rollout, longest = config.rollout, config.max_tokens
+        running, prefill = _sampled_at_once(config)
         groups = -(-rollout.prompts_per_step // config.trainer.num_mini_batches)
         in_mini_batch = groups * rollout.group_size * longest
         return cls(
-            running=padded_size(running),
-            prefill=min(prompts, max(engine.max_prefill_tokens, longest)),
+            running=running,
+            prefill=prefill,
             in_step=rollout.prompts_per_step * rollout.group_size * longest,
             in_mini_batch=in_mini_batch,
             microbatch=min(in_mini_batch, max(config.trainer.microbatch_tokens, longest)),
         )
+
+
+def _sampled_at_once(config: TrainConfig) -> tuple[int, int]:
+    """Rows of a decode step and new tokens of a prefill; none where vLLM samples, within its share."""
+    rollout, evaluation, engine, longest = config.rollout, config.evaluation, config.rollout.engine, config.max_tokens
+    if not isinstance(engine, EngineConfig):
+        return 0, 0
+    num_prompts, num_sequences = rollout.prompts_per_step, rollout.prompts_per_step * rollout.group_size
+    if evaluation.interval:
+        num_problems = evaluation.num_problems or engine.max_sequences
+        num_prompts = max(num_prompts, num_problems)
+        num_sequences = max(num_sequences, num_problems * evaluation.completions_per_problem)
+    running = min(engine.max_sequences, num_sequences)
+    rest = min(rollout.max_prompt_tokens, engine.page_size)  # of a prompt whose whole pages the group shares
+    prompts = min(num_prompts, running) * rollout.max_prompt_tokens + running * rest
+    if running * longest > engine.kv_cache_tokens:  # sequences are preempted, and computed anew
+        prompts = running * longest
+    return padded_size(running), min(prompts, max(engine.max_prefill_tokens, longest))
 
 
 def _batch_bytes(config: TrainConfig) -> int:

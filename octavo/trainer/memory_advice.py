@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from octavo.rl.calibration_config import EMAReference, MastersReference, SnapshotReference
+from octavo.rollout.vllm_config import VLLMConfig
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.memory import MemoryPlan, Planner, binary_size, parts_text, planner
 from octavo.trainer.run import use_device
@@ -95,17 +96,14 @@ def changes_that_fit(config: TrainConfig, free: int, plan_of: Planner) -> tuple[
 
 def options(config: TrainConfig) -> Iterator[tuple[str, list[Any]]]:
     """Keys that can save memory, and values from mild to strong; first those that change no number."""
-    trainer, engine, longest = config.trainer, config.rollout.engine, config.max_tokens
-    pages = -(-longest // engine.page_size) * engine.page_size
+    trainer, longest = config.trainer, config.max_tokens
     recipe = config.precision.train_recipe()
     reference = None if config.calibration is None else config.calibration.reference
     shadow = {name: getattr(config.algorithm, name) for name in ("ratio_from", "clip_mask_from")}
     found: dict[str, Sequence[Any]] = {
         "trainer.recompute_layers": [] if trainer.recompute_layers else [True],
         "trainer.microbatch_tokens": _halves(trainer.microbatch_tokens, longest),
-        "rollout.engine.max_prefill_tokens": _halves(engine.max_prefill_tokens, longest),
-        "rollout.engine.kv_cache_tokens": _halves(engine.kv_cache_tokens, pages),
-        "rollout.engine.max_sequences": _halves(engine.max_sequences, FEWEST_SEQUENCES),
+        **{f"rollout.engine.{name}": values for name, values in _engine_options(config).items()},
         "precision.saved_activations": ["fp8"] if recipe.quantizes and recipe.saved_activations != "fp8" else [],
         "watch.action": ["warn"] if config.watch is not None and config.watch.action == "bf16_forward" else [],
         "calibration.reference": [MastersReference()]
@@ -115,6 +113,20 @@ def options(config: TrainConfig) -> Iterator[tuple[str, list[Any]]]:
         "algorithm.kl.coefficient": [0.0] if config.algorithm.kl.coefficient > 0.0 else [],
     }
     return ((key, list(values)) for key, values in found.items() if values)
+
+
+def _engine_options(config: TrainConfig) -> dict[str, list[Any]]:
+    """The same of the engine's keys."""
+    engine, longest = config.rollout.engine, config.max_tokens
+    if isinstance(engine, VLLMConfig):  # whatever it runs, it takes its share
+        share = engine.gpu_memory_utilization
+        return {"gpu_memory_utilization": [round(share * part, 3) for part in (0.75, 0.5, 0.25)]}
+    pages = -(-longest // engine.page_size) * engine.page_size
+    return {
+        "max_prefill_tokens": _halves(engine.max_prefill_tokens, longest),
+        "kv_cache_tokens": _halves(engine.kv_cache_tokens, pages),
+        "max_sequences": _halves(engine.max_sequences, FEWEST_SEQUENCES),
+    }
 
 
 def _halves(value: int, least: int) -> list[int]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from octavo.models.config import DecoderConfig
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.calibration_config import EMAReference, SnapshotReference
+from octavo.rollout.engine import EngineConfig
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.memory_passes import DecoderPass
 
@@ -57,7 +60,7 @@ def estimate_memory(
         "AdamW": 8 * num_parameters,
         f"{train.name} bytes": forward.stored,
         "operands": forward.operands + forward.head + forward.backward,
-        "KV cache": kv_cache_bytes(config, shape, rollout),
+        **engine_bytes(config, shape, rollout),
     }
     if two_forwards:
         twin = forward_bytes(shape, rollout, on_gpu)
@@ -73,8 +76,8 @@ def estimate_memory(
     if config.watch is not None and config.watch.action == "bf16_forward":
         bf16 = get_recipe("bf16")
         twin = forward_bytes(shape, bf16, on_gpu)
-        prepared = twin.operands + twin.head
-        parts["rescue in BF16"] = twin.stored + prepared + kv_cache_bytes(config, shape, bf16)
+        rescue = twin.stored + twin.operands + twin.head + sum(engine_bytes(config, shape, bf16).values())
+        parts["rescue in BF16"] = rescue
     num_critic_parameters = 0
     if critic_shape is not None:
         critic_shape = replace(critic_shape, tied_embeddings=True)  # its lm_head is dropped
@@ -136,9 +139,20 @@ def forward_bytes(shape: DecoderConfig, recipe: Recipe, on_gpu: bool) -> Forward
     )
 
 
-def kv_cache_bytes(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> int:
-    """Keys and values of every slot, those of the scratch page too, and the scales of an FP8 cache."""
+def engine_bytes(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> dict[str, int]:
+    """What the engine holds beside the decoder's bytes. vLLM takes a share of its GPU; elsewhere its weights are known,
+    and its KV cache is what VLLM_CPU_KVCACHE_SPACE makes it."""
     engine = config.rollout.engine
+    if isinstance(engine, EngineConfig):
+        return {"KV cache": kv_cache_bytes(engine, shape, recipe)}
+    if config.device.startswith("cuda") and torch.cuda.is_available():
+        total = torch.cuda.mem_get_info(torch.device(config.device))[1]
+        return {"vLLM": int(engine.gpu_memory_utilization * total)}
+    return {"vLLM's weights": forward_bytes(shape, recipe, on_gpu=True).stored}
+
+
+def kv_cache_bytes(engine: EngineConfig, shape: DecoderConfig, recipe: Recipe) -> int:
+    """Keys and values of every slot, those of the scratch page too, and the scales of an FP8 cache."""
     slots = (engine.kv_cache_tokens // engine.page_size + 1) * engine.page_size
     per_head = shape.head_dim * FORMAT_BYTES[recipe.kv_cache] + (4 if recipe.kv_cache == "fp8" else 0)
     return 2 * shape.num_layers * slots * shape.num_kv_heads * per_head

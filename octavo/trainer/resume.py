@@ -133,7 +133,7 @@ class Session:
         if self.progress.bf16_steps_left == 0:
             self._bf16 = None
             for decoder in self.run.decoders:
-                decoder.requantize_()
+                decoder.requantize_(self.optimizer.update)
 
     def save(self, best: bool = False) -> str:
         """Write a checkpoint of the state as it is and drop those that are no longer kept.
@@ -235,7 +235,7 @@ class Session:
         """Rewrite what forwards read of the masters; before the first update it is as it was loaded."""
         if self.optimizer.update or rolled_back:
             for decoder in self.run.decoders:
-                decoder.requantize_()
+                decoder.requantize_(self.optimizer.update)
         if self.critic is not None and (self.critic.optimizer.update or rolled_back):
             self.critic.critic.decoder.requantize_()
 

@@ -19,7 +19,7 @@ from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import get_recipe
 from octavo.rollout.counter import uniform_bits
-from octavo.rollout.engine import Engine
+from octavo.rollout.engine import Engine, EngineConfig, RolloutEngine
 from octavo.tasks.checks import modules_of
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import stop_token_ids
@@ -32,13 +32,16 @@ from octavo.trainer.errors import reason
 from octavo.trainer.interrupt import Interrupts
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
-from octavo.trainer.precision import check_live, declared_flow, flow_lines
+from octavo.trainer.precision import check_live, declared_flow, flow_lines, rollout_shares_bytes
 from octavo.trainer.problems import Benchmark, EncodedProblem, load_problems, problem_order
 from octavo.trainer.reference import Reference
 from octavo.trainer.reward_model import RewardModel
 
 TRAINING, EVALUATION, SHADOW, ROLLBACK = 0, 1, 2, 3
 """Streams of random numbers."""
+VLLMFactory = Callable[[TrainConfig, Decoder, Sequence[int], Callable[[str], None]], RolloutEngine]
+"""Starts vLLM on a decoder's weights, with what ends a completion, and says so in a line:
+`octavo.plugins.vllm.VLLMEngine`."""
 
 
 @dataclass(kw_only=True)
@@ -53,7 +56,7 @@ class Run:
     benchmarks: Sequence[Benchmark]
     """The sets that are evaluated; a task without test problems may have none."""
     policy: Decoder
-    engine: Engine
+    engine: RolloutEngine
     shadow: Decoder
     """The policy, whose masters are multiplied in BF16, or a decoder that multiplies them in FP32."""
     reference: Reference
@@ -128,8 +131,13 @@ class Run:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def load_run(config: TrainConfig, display: Display) -> Run:
-    """Read task, tokenizer and model.
+def load_run(config: TrainConfig, display: Display, vllm: VLLMFactory | None = None) -> Run:
+    """Read task, tokenizer and model, and start what samples.
+
+    Args:
+        config: of the run.
+        display: where it is shown.
+        vllm: starts vLLM, where the config wants it.
 
     Raises:
         ValueError: something is missing or does not fit; one line says what, and what to do.
@@ -154,8 +162,9 @@ def load_run(config: TrainConfig, display: Display) -> Run:
     prompts = [each.prompt for problems in (train_problems, *(b.problems for b in benchmarks)) for each in problems]
     check_vocabulary(prompts, policy.config.vocab_size, config.model.path)
     stops = stop_token_ids(tokenizer, load_generation_config(config.model.path), policy.hf_config)
-    sampler = policy.with_recipe(config.precision.rollout_recipe()) if flow.differences() else policy
-    engine = Engine(sampler, config.rollout.engine, stops)
+    shares = rollout_shares_bytes(config, flow)
+    sampler = policy if shares else policy.with_recipe(config.precision.rollout_recipe())
+    engine = make_engine(config, sampler, stops, display, vllm)
     check_live(flow, policy, engine)
     for line in flow_lines(flow):
         display.line(line)
@@ -180,6 +189,33 @@ def load_run(config: TrainConfig, display: Display) -> Run:
         display=display,
         verifiers=verifiers,
     )
+
+
+def make_engine(
+    config: TrainConfig, decoder: Decoder, stop_token_ids: Sequence[int], display: Display, vllm: VLLMFactory | None
+) -> RolloutEngine:
+    """What samples.
+
+    Raises:
+        ValueError: vLLM is wanted, and nothing given that starts it; or it does not start.
+    """
+    if isinstance(config.rollout.engine, EngineConfig):
+        return Engine(decoder, config.rollout.engine, stop_token_ids)
+    if vllm is None:
+        raise ValueError(
+            "rollout.engine.type=vllm is a plug-in, which the octavo command hands in. Call "
+            "train(config, display, vllm=octavo.plugins.vllm.VLLMEngine), or use rollout.engine.type=octavo"
+        )
+    engine = vllm(config, decoder, stop_token_ids, display.line)
+    algorithm = config.algorithm
+    correction = f"min(exp(old - rollout), {algorithm.tis_cap:g})"
+    if algorithm.correction is not None:
+        correction = algorithm.correction.type_name
+    display.line(
+        f"rollout: two forwards, so trainer.require_exact does not hold; weights of {correction} correct for the "
+        f"mismatch. vLLM's sums may change with the batch, and then a resumed run samples other completions"
+    )
+    return engine
 
 
 def check_isolation(config: TrainConfig, verifiers: VerifierPool, display: Display) -> None:
@@ -269,7 +305,7 @@ def in_bf16(run: Run) -> Run:
     Its decoder re-quantises itself alone; re-quantise the others when the run is back with them.
     """
     policy = run.policy.with_recipe(get_recipe("bf16"))
-    engine = Engine(policy, run.config.rollout.engine, tuple(run.engine.stop_token_ids))
+    engine = make_engine(run.config, policy, tuple(run.engine.stop_token_ids), run.display, vllm=None)
     shadow = policy if run.shadow is run.policy else run.shadow
     return replace(run, config=replace(run.config, calibration=None), policy=policy, engine=engine, shadow=shadow)
 

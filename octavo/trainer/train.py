@@ -25,11 +25,18 @@ from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress, RolloutState
 from octavo.trainer.rescue import respond, roll_back, rolls_back, watch_pending
 from octavo.trainer.resume import ResumePoint, Session, find_resume_point
-from octavo.trainer.run import load_reference, load_run, make_optimizer
+from octavo.trainer.run import VLLMFactory, load_reference, load_run, make_optimizer
 from octavo.trainer.trackers import Trackers
 
 
-def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_changes: bool = False) -> Path:
+def train(
+    config: TrainConfig,
+    display: Display,
+    *,
+    resume: bool = False,
+    allow_changes: bool = False,
+    vllm: VLLMFactory | None = None,
+) -> Path:
     """Run the whole training, or what is left of it.
 
     Args:
@@ -37,6 +44,7 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
         display: where it is shown.
         resume: go on from the newest whole checkpoint in `output_dir`, to the bit; begin where there is none.
         allow_changes: resume although config keys or problems differ from the run's.
+        vllm: starts vLLM, where rollout.engine is that: `octavo.plugins.vllm.VLLMEngine`.
 
     Returns:
         The run's folder: config.yaml, metrics.jsonl, samples.jsonl, checkpoints/, and model/, a Hugging Face folder.
@@ -51,7 +59,7 @@ def train(config: TrainConfig, display: Display, *, resume: bool = False, allow_
         if not resume:
             folder.check(config)
         plan = planned(config)
-        run = load_run(config, display)
+        run = load_run(config, display, vllm)
         for line in plan.lines():
             display.line(line)
         run.check_problems()

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from octavo.check import run_config, runner
 from octavo.check.rows import Row
 from octavo.check.run_config import config_rows, sandbox_row
 from octavo.kernels.device import choose_kernels, runs_kernels
+from octavo.models.config import read_config
+from octavo.numerics.recipe import get_recipe
 from octavo.trainer import run as training_run
 from octavo.trainer.memory import binary_size
 
@@ -37,6 +40,24 @@ def test_the_demo_can_run(tmp_path):
     assert "4096 training, 512 test" in rows["task"].detail and "longest has 14 tokens" in rows["prompts"].detail
     assert "FP32 masters 7.2 MB" in rows["memory for the run"].detail
     assert not (tmp_path / "run").exists()
+
+
+def test_vllm_as_the_engine_is_looked_for_and_the_models_widths_held_to_it(tmp_path, monkeypatch):
+    wanted = ("rollout.engine={type: vllm}", "precision.allow_mismatch=true")
+    row = check(tmp_path, *wanted)["vLLM"]
+    assert row.status == "FAIL" and "vLLM cannot be imported" in row.detail and "type=octavo" in row.next_step
+    monkeypatch.setattr(run_config, "supported_release", lambda: "0.32.0")
+    rows = check(tmp_path, *wanted)
+    assert (rows["vLLM"].status, rows["vLLM"].detail) == ("OK", "0.32.0")
+    assert "not exact: the rollout runs another forward" in rows["precision flow"].detail
+    assert "rollout.engine.type=octavo" in rows["precision flow"].next_step
+    assert "the rollout's own bytes" not in rows["memory for the run"].detail
+    shape, _ = read_config(TINY_MODEL)
+    narrow = replace(shape, num_kv_heads=1)
+    row = run_config.vllm_row(get_recipe("block128"), narrow)
+    assert row.status == "FAIL" and "model.layers.0.self_attn.k_proj: 64" in row.detail
+    kept = get_recipe("block128", keep_bf16=("lm_head", "embed_tokens", "q_proj", "k_proj", "v_proj"))
+    assert {run_config.vllm_row(recipe, narrow).status for recipe in (get_recipe("bf16"), kept)} == {"OK"}
 
 
 PROBLEMS = {

@@ -129,9 +129,13 @@ def test_values_of_any_kind_make_a_page(tmp_path):
 
 
 def test_the_summary_counts_and_finds_the_best(tmp_path):
-    runs = read_runs([write_run(tmp_path / "a", num_steps=20), write_run(tmp_path / "b", exact=False)])
+    vllm = run_config(
+        tmp_path, precision={"allow_mismatch": True}, rollout={"engine": "vllm"}, trainer={"num_steps": 12}
+    )
+    runs = read_runs([write_run(tmp_path / "a", num_steps=20), write_run(tmp_path / "b", config=vllm, exact=False)])
     rows = {label: cells for label, *cells in summary(runs).rows}
     assert rows["steps"] == ["20 of 20", "12 of 12"] and rows["status"] == ["finished", "finished"]
+    assert rows["engine"] == ["octavo", "vllm"]
     assert rows["recipe"][0] == "block128" and rows["model"][0] == "some/model"
     rewards = runs[0].series("reward/mean").values
     assert rows["reward, last"][0] == plain(rewards[-1])

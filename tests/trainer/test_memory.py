@@ -48,6 +48,21 @@ def plan_of(shape, **changes):
     return plan_memory(config, shape, two_forwards=False)
 
 
+def test_vllm_takes_its_share_and_octavo_samples_nothing(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (100 * GIB, 140 * GIB))
+    vllm = {"type": "vllm", "gpu_memory_utilization": 0.25}
+    own, plan = (
+        plan_of(QWEN3_8B, precision={"allow_mismatch": True}, rollout={"engine": engine}) for engine in ("octavo", vllm)
+    )
+    assert plan.held["vLLM"] == 35 * GIB and plan.phases["rollout"] == {}
+    assert own.held.keys() - plan.held.keys() == {"KV cache", "page table"}
+    assert {name: plan.phases[name] for name in ("old_logprobs", "update")} == {
+        name: own.phases[name] for name in ("old_logprobs", "update")
+    }
+    assert plan.totals["rollout"] == sum(plan.held.values())
+
+
 def test_what_qwen3_8b_holds():
     held = plan_of(QWEN3_8B).held
     assert held["FP32 masters"] == 4 * 8_190_735_360 and held["AdamW"] == 8 * 8_190_735_360

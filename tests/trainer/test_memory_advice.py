@@ -141,3 +141,14 @@ def test_what_the_allocator_keeps_for_itself_is_free(monkeypatch):
 def test_the_tiny_model_is_planned_from_its_config_alone(tmp_path):
     config = tiny_config(tmp_path / "run", device="cuda")
     assert config.model.path == str(TINY_MODEL) and 0 < planner(config)(config).peak[1] < GIB
+
+
+def test_vllms_share_is_what_can_be_lowered(config_file, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (140 * GIB, 140 * GIB))
+    overrides = ["precision.allow_mismatch=true", "rollout.engine=vllm"]
+    config = load_config(TrainConfig, config_file, overrides)
+    message = refusal(config, 60 * GIB)
+    assert "rollout.engine.gpu_memory_utilization=0.3 saves 14.70 GiB" in message  # of 56, and what fragments
+    changes, needed = changes_that_fit(config, 60 * GIB, planner(config))
+    assert changes == {"rollout.engine.gpu_memory_utilization": 0.3} and needed <= 60 * GIB

@@ -142,3 +142,20 @@ def test_kernels_on_a_gpu_read_the_stored_bytes(recipe):
     assert {key: value for key, value in here.items() if key != "operands"} == {
         key: value for key, value in there.items() if key != "operands"
     }
+
+
+@pytest.mark.parametrize("recipe", ["block128", "bf16"])
+def test_vllm_holds_weights_of_its_own_and_no_cache_of_octavos(recipe, monkeypatch):
+    config = tiny_config("llama")
+    precision = {"recipe": recipe, "allow_mismatch": True}
+    data = {**BASE, "precision": precision, "rollout": {"engine": {"type": "vllm", "gpu_memory_utilization": 0.25}}}
+    run = from_dict(TrainConfig, data, "test")
+    decoder = tiny_decoder(config, run.precision.rollout_recipe())
+    estimate = estimate_memory(run, decoder_config(config), two_forwards=False)
+    assert "KV cache" not in estimate.parts
+    stored = [buffer for name, buffer in decoder.named_buffers() if not name.endswith(SMALL)]
+    assert estimate.parts["vLLM's weights"] == size(stored)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1, 8000))
+    there = estimate_memory(from_dict(TrainConfig, {**data, "device": "cuda"}, "test"), decoder_config(config), False)
+    assert there.parts["vLLM"] == 2000

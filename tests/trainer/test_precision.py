@@ -109,9 +109,13 @@ def test_both_forwards_follow_the_masters(tmp_path):
     twin = run.engine.decoder
     assert twin is not run.policy and run.decoders == [run.policy, twin]
     before = twin.layers[0].o_proj.weight_q.clone(), twin.embed_hp.clone()
+    assert [decoder.policy_version for decoder in run.decoders] == [0, 0]
     loop.train_step(run, make_optimizer(run), None, start(run), StepRecord(step=0))
     assert not torch.equal(twin.layers[0].o_proj.weight_q.view(torch.uint8), before[0].view(torch.uint8))
     assert not torch.equal(twin.embed_hp, before[1])
+    assert [decoder.policy_version for decoder in run.decoders] == [2, 2]
+    run.policy.requantize_()  # which nobody counted
+    assert run.policy.policy_version == 3 and run.policy.with_recipe(twin.recipe).policy_version == 3
     layer, other = run.policy.layers[0].o_proj, twin.layers[0].o_proj
     assert torch.equal(layer.weight_q.view(torch.uint8), other.weight_q.view(torch.uint8))
     assert torch.equal(layer.weight_q_scale, other.weight_q_scale)

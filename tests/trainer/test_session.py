@@ -2,6 +2,7 @@
 
 import random
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,3 +41,18 @@ def test_a_reward_that_draws_random_numbers_resumes_to_the_bit(tmp_path, monkeyp
     reseed(1)
     train_quietly(tiny_config(tmp_path / "whole", evaluation__interval=0, trainer__num_steps=3), log)
     assert rewards(tmp_path / "run") == rewards(tmp_path / "whole") and len(set(rewards(tmp_path / "run"))) == 3
+
+
+def test_a_rollout_is_sampled_from_bytes_that_know_their_version_after_a_resume_too(tmp_path, monkeypatch):
+    sample, versions = rollout.sample, []
+
+    def seen(run, *arguments):
+        versions.append(run.engine.decoder.policy_version)
+        return sample(run, *arguments)
+
+    monkeypatch.setattr(rollout, "sample", seen)
+    config, log = tiny_config(tmp_path / "run", evaluation__interval=0, trainer__num_steps=2), tmp_path / "log"
+    train_quietly(config, log)
+    longer = replace(config, trainer=replace(config.trainer, num_steps=3))
+    train_quietly(longer, log, resume=True, allow_changes=True)
+    assert versions == [0, 2, 4]

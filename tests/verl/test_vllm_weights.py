@@ -22,7 +22,7 @@ from octavo.models.checkpoint import load_decoder
 from octavo.models.fp8_folder import stored_weights
 from octavo.numerics.recipe import get_recipe
 from octavo.plugins.vllm import Receiver, publish
-from octavo.plugins.vllm.weights import MANIFEST, check
+from octavo.plugins.vllm.weights import MANIFEST, WORKER_EXTENSION, check
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "model"
 SUMS = ["(7+8-5+9+2)%10:5,0,9,1", "(3+4+4+1+9)%10=1", "(9-1-1+6+2)%10:8,7,3,5"]
@@ -62,6 +62,7 @@ def llm(tmp_path_factory):
         max_num_seqs=8,
         logprobs_mode="raw_logprobs",
         disable_log_stats=True,
+        worker_extension_cls=WORKER_EXTENSION,
     )
 
 
@@ -170,6 +171,12 @@ def test_scales_that_deep_gemm_would_round_are_refused(llm, tmp_path, monkeypatc
     with pytest.raises(ValueError, match="DeepGEMM rounds scales to powers of two and would quantise model.layers"):
         receiver.load(tmp_path / "none")
     assert receiver.load(tmp_path / "power_of_two") == 9
+
+
+def test_workers_without_the_extension_are_refused():
+    llm = SimpleNamespace(collective_rpc=lambda name: getattr(object(), name)())
+    with pytest.raises(ValueError, match=f"Start it with worker_extension_cls='{WORKER_EXTENSION}'"):
+        Receiver(llm)
 
 
 def test_an_unknown_release_is_refused(monkeypatch):
