@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,18 +72,18 @@ def main() -> None:
         tokens = torch.randint(config.vocab_size, (SEQUENCES * LENGTH,), device="cuda")
         found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for _ in range(WARM_UP + PASSES):
-            for decoder.fuses in found:
-                found[decoder.fuses].append(one_pass(decoder, tokens))
-        times, peaks = ({fuses: [row[i] for row in rows[WARM_UP:]] for fuses, rows in found.items()} for i in range(2))
+            for fuses, rows in found.items():
+                decoder.fuses = fuses
+                rows.append(one_pass(decoder, tokens))
         case = f"forward and backward 8,192 tokens/8 layers of {name}/block128+kv8"
+        medians = {}
         for fuses, label in ((True, "fused"), (False, "each module")):
-            taken, note = times[fuses], f"{min(times[fuses]):.2f} to {max(times[fuses]):.2f} ms, {PASSES} passes"
-            median = statistics.median(taken)
-            results.add(Row(case=f"{case}/{label}", metric="ms", value=median, unit="ms", better="lower", note=note))
-            peak = max(peaks[fuses])
-            results.add(Row(case=f"{case}/{label}", metric="peak_gib", value=peak, unit="GiB", better="lower"))
-        speedup = statistics.median(times[False]) / statistics.median(times[True])
-        results.add(Row(case=case, metric="speedup", value=speedup, unit="x", goal=1.0))
+            times, peaks = zip(*found[fuses][WARM_UP:], strict=True)
+            medians[fuses], note = statistics.median(times), f"{min(times):.2f} to {max(times):.2f} ms, {PASSES} passes"
+            row = partial(Row, case=f"{case}/{label}", better="lower")
+            results.add(row(metric="ms", value=medians[fuses], unit="ms", note=note))
+            results.add(row(metric="peak_gib", value=max(peaks), unit="GiB"))
+        results.add(Row(case=case, metric="speedup", value=medians[False] / medians[True], unit="x", goal=1.0))
 
 
 if __name__ == "__main__":
