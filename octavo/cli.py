@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from octavo import __version__
 from octavo.bench.commands import bench
 from octavo.diagnose.commands import diagnose
-from octavo.tasks.prompts import ChatTemplate
+from octavo.generate.commands import generate
 from octavo.trainer.completion import complete_config, complete_override
 from octavo.trainer.errors import reason
 from octavo.trainer.files import check_output, write_whole
@@ -66,8 +66,6 @@ def examples(*commands: str) -> str:
     return "\n\n".join(f"- `{command}`" for command in commands)
 
 
-PRECISION, SAMPLING = "Precision", "Sampling"
-"""Headings of options in --help."""
 CONFIG = typer.Argument(
     metavar="CONFIG", help="YAML file, such as examples/gsm8k.yaml.", autocompletion=complete_config
 )
@@ -146,54 +144,13 @@ def evaluate(
     print(json.dumps(run_evaluation(settings, output, compare, VLLMEngine)))
 
 
-@app.command(
+app.command(
     epilog=examples(
         "octavo generate examples/tiny/model '(7+8-5+9+2)%10'",
         "octavo generate Qwen/Qwen3-0.6B 'What is 17 + 25?' --recipe bf16 --temperature 0",
+        "octavo generate Qwen/Qwen3-8B --prompts prompts.jsonl --output completions.jsonl --device cuda --resume",
     )
-)
-def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder or hub id.")],
-    prompt: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="One or more prompts.")],
-    recipe: Annotated[
-        str, typer.Option(rich_help_panel=PRECISION, help="Precision flow: bf16, block128, rowwise, w8a16, ...")
-    ] = "block128",
-    kv_cache: Annotated[
-        str | None, typer.Option(rich_help_panel=PRECISION, help="fp8 or bf16; default as the recipe says.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(rich_help_panel=SAMPLING, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(rich_help_panel=SAMPLING, help="Keep the likeliest tokens of this total probability.")
-    ] = 1.0,
-    max_tokens: Annotated[int, typer.Option(rich_help_panel=SAMPLING, help="Longest completion.")] = 128,
-    group_size: Annotated[int, typer.Option(rich_help_panel=SAMPLING, help="Completions of each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(rich_help_panel=SAMPLING, help="Of the random numbers.")] = 0,
-    chat_template: Annotated[
-        ChatTemplate, typer.Option(rich_help_panel=SAMPLING, help="auto, always or never.")
-    ] = "auto",
-) -> None:
-    """Sample completions of prompts and print them with their mean log-probability."""
-    from octavo.models.checkpoint import load_decoder
-    from octavo.numerics.recipe import get_recipe
-    from octavo.rollout.engine import Engine, EngineConfig
-    from octavo.rollout.sampler import SamplingConfig
-    from octavo.tasks.prompts import encode_prompt, stop_token_ids
-    from octavo.trainer.run import load_generation_config, load_tokenizer
-
-    changes = {} if kv_cache is None else {"kv_cache": kv_cache}
-    sampling = SamplingConfig(temperature=temperature, top_p=top_p)
-    decoder = load_decoder(model, get_recipe(recipe, **changes))
-    tokenizer = load_tokenizer(model)
-    prompts = [encode_prompt(tokenizer, text, None, chat_template=chat_template) for text in prompt]
-    stops = stop_token_ids(tokenizer, load_generation_config(model), decoder.hf_config)
-    longest = max(len(tokens) for tokens in prompts) + max_tokens
-    engine = Engine(decoder, EngineConfig(kv_cache_tokens=max(4096, 2 * longest)), stops)
-    groups = engine.generate(prompts, sampling, max_completion_tokens=max_tokens, group_size=group_size, seed=seed)
-    for text, group in zip(prompt, groups, strict=True):
-        for completion in group:
-            mean = sum(completion.rollout_logprobs) / len(completion.tokens)
-            print(f"{text}{tokenizer.decode(completion.tokens, skip_special_tokens=True)}")
-            print(f"  [{len(completion.tokens)} tokens, {completion.finish_reason}, mean logprob {mean:.3f}]")
+)(generate)
 
 
 @app.command(

@@ -18,6 +18,7 @@ FLOORS = (
     "trainer",
     "report",
     "diagnose",
+    "generate",
     "bench",
     "check",
     "plugins",

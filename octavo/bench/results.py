@@ -18,6 +18,10 @@ import torch
 
 from octavo.trainer.files import write_whole
 
+RESULTS = Path("benchmarks/results")
+UNKNOWN = "unknown"
+"""In place of a commit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -54,13 +58,30 @@ class Row:
 class Results:
     """The figures of one benchmark as they come: each is printed, and the file holds all so far."""
 
-    def __init__(self, name: str, command: str) -> None:
+    def __init__(self, name: str, command: str, go_on: bool = False) -> None:
         self.name, self.command = name, command
         self.rows: list[Row] = []
+        if go_on:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Keep what the file holds of the same commit and device, and the commands that measured it."""
+        paths = (folder / f"{self.name}.json" for folder in (_folder(), RESULTS))
+        found = next((json.loads(path.read_text()) for path in paths if path.exists()), None)
+        if found is not None and found["commit"] == _commit() != UNKNOWN and found["device"] == _device():
+            self.rows = [Row(**row) for row in found["rows"]]
+            self.command = "; ".join(dict.fromkeys([*found["command"].split("; "), self.command]))
+
+    def has(self, case: str) -> bool:
+        """Whether a case has a figure."""
+        return any(row.case == case for row in self.rows)
 
     def add(self, row: Row) -> None:
-        """Print a figure and write benchmarks/results/NAME.json, or NAME.json under $OUT if that is set."""
-        self.rows.append(row)
+        """Print a figure and write benchmarks/results/NAME.json, or NAME.json under $OUT if that is set.
+
+        One of the same case and metric that is there already is replaced.
+        """
+        self.rows = [each for each in self.rows if (each.case, each.metric) != (row.case, row.metric)] + [row]
         print(row.line(), flush=True)
         write_results(self.name, self.command, self.rows)
 
@@ -68,7 +89,7 @@ class Results:
 def write_results(name: str, command: str, rows: list[Row]) -> Path:
     """Leave benchmarks/results/NAME.json, or NAME.json under $OUT if that is set; whole, or as it was before."""
     result = {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": _device(),
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
         "commit": _commit(),
@@ -76,10 +97,18 @@ def write_results(name: str, command: str, rows: list[Row]) -> Path:
         "date": datetime.date.today().isoformat(),
         "rows": [asdict(row) for row in rows],
     }
-    path = Path(os.environ.get("OUT", "benchmarks/results")) / f"{name}.json"
+    path = _folder() / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(result, indent=1) + "\n")
     return path
+
+
+def _folder() -> Path:
+    return Path(os.environ["OUT"]) if "OUT" in os.environ else RESULTS
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 @lru_cache(maxsize=1)
@@ -87,9 +116,9 @@ def _commit() -> str:
     if commit := os.environ.get("OCTAVO_COMMIT"):
         return commit
     if shutil.which("git") is None:
-        return "unknown"
+        return UNKNOWN
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return git.stdout.strip() or "unknown"
+    return git.stdout.strip() or UNKNOWN
 
 
 def read_results(path: Path) -> dict[str, Row]:

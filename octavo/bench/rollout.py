@@ -11,17 +11,18 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from octavo.bench.measure import copy_speed, kernel_milliseconds, require_cuda
 from octavo.kernels.device import require_kernels
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import DecoderConfig
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import Block, Decoder, drop_masters_
 from octavo.numerics.recipe import Recipe
 from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig
@@ -84,19 +85,32 @@ def decode_speeds(
 def random_decoder(
     config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, max_tokens: int, device: str = "cuda"
 ) -> Decoder:
-    """A decoder with random weights, without the masters of its matrices: it can sample, and no more."""
+    """A decoder with random weights, without the masters of its matrices: it can sample, and no more.
+
+    Masters are there of one layer at a time, so a model fits whose masters together would not.
+    """
     with torch.device(device):
-        decoder = Decoder(config, hf_config, recipe, max_tokens=max_tokens)
-        for name, parameter in decoder.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    decoder.requantize_()
-    for parameter in decoder.parameters():
-        if parameter.ndim > 1:
-            parameter.data = parameter.data.new_empty(0)
+        decoder = Decoder(replace(config, num_layers=0), hf_config, recipe, max_tokens=max_tokens)
+        _fill(decoder)
+        decoder.quantize_onto_(device)
+        for index in range(config.num_layers):
+            block = Block(config, recipe, index)
+            _fill(block)
+            for layer in quantized_layers(block):
+                layer.requantize_()
+            drop_masters_(block)
+            decoder.layers.append(block)
+    decoder.config = config
+    torch.cuda.empty_cache()  # what is left is what the device says
     return decoder
+
+
+def _fill(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
 
 
 def step_bytes(decoder: Decoder, batch: int, context: int) -> int:

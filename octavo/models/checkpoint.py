@@ -45,6 +45,7 @@ def load_decoder(
     max_tokens: int | None = None,
     dither_seed: int | None = None,
     device: str | torch.device = "cpu",
+    masters: bool = True,
 ) -> Decoder:
     """Read a model, fill the masters in FP32 and quantise them.
 
@@ -55,6 +56,8 @@ def load_decoder(
         dither_seed: if given, move each master at random inside the interval that rounds to its BF16 value, so that
             weights do not sit on FP8 rounding ties together (`dither_masters`).
         device: where the decoder lives.
+        masters: False keeps none of the matrices' and brings those of one layer at a time to the device: the decoder
+            can sample, and no more.
 
     Raises:
         ValueError: the folder is missing, incomplete, damaged, or not a supported model; the recipe's kernels do not
@@ -96,8 +99,11 @@ def load_decoder(
         )
     if dither_seed is not None:
         dither_masters_(decoder, dither_seed)
-    decoder.to(device)
-    decoder.requantize_(policy_version=0)
+    if masters:
+        decoder.to(device)
+        decoder.requantize_(policy_version=0)
+    else:
+        decoder.quantize_onto_(device)
     fp8_folder.put_bytes_(decoder, weights)
     return decoder
 

@@ -193,9 +193,24 @@ class Decoder(nn.Module):
         self.policy_version = self.policy_version + 1 if policy_version is None else policy_version
         for layer in quantized_layers(self):
             layer.requantize_()
+        self._copy_vocabulary_()
+
+    def _copy_vocabulary_(self) -> None:
         self.embed_hp.copy_(self.embed_tokens)
         if self.lm_head is not None:
             self.lm_head_hp.copy_(self.lm_head)
+
+    @torch.no_grad()
+    def quantize_onto_(self, device: torch.device | str) -> None:
+        """Move to a device what samples, and no more: the masters of one layer at a time come along, and none stay."""
+        for block in self.blocks():
+            block.to(device)
+            for layer in quantized_layers(block):
+                layer.requantize_()
+            drop_masters_(block)
+        self.to(device)
+        self._copy_vocabulary_()
+        drop_masters_(self)
 
     def freeze_activation_scales_(self) -> None:
         """Start an RL step under static activation scales; nothing to do under other recipes."""
@@ -238,6 +253,13 @@ class Decoder(nn.Module):
         if self._head is None or self._head[0] != state:
             self._head = (state, grid_operand(source))
         return self._head[1]
+
+
+def drop_masters_(module: nn.Module) -> None:
+    """Keep of the matrices only what a forward without a gradient reads."""
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.new_empty(0)
 
 
 class _Embed(torch.autograd.Function):

@@ -5,7 +5,8 @@ It owns no weights. It runs the trainer's decoder, so a re-quantisation after an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -125,6 +126,12 @@ class Engine:
         )
         self.num_preemptions = 0
         """Of the last `generate`."""
+        self.num_sampled = 0
+        """Tokens sampled since the engine was made; like the two below it grows while `generate` runs."""
+        self.num_prefilled = 0
+        """Tokens that prefills computed: prompts, and preempted completions again."""
+        self.prefill_s = 0.0
+        """Seconds that they took."""
 
     @torch.no_grad()
     def generate(
@@ -136,6 +143,7 @@ class Engine:
         group_size: int = 1,
         seed: int = 0,
         first_index: int = 0,
+        skip: Container[tuple[int, int]] = (),
         progress: Callable[[int], None] | None = None,
         on_completion: Callable[[int, int, Completion], None] | None = None,
     ) -> list[list[Completion]]:
@@ -151,11 +159,12 @@ class Engine:
             group_size: G.
             seed: of the random numbers.
             first_index: index of the first prompt, when these are a part of more prompts.
+            skip: (index in `prompts`, group member) of completions that are not sampled and are missing in the result.
             progress: called after every step with the number of completions that finished in it; may raise.
             on_completion: called with (index in `prompts`, group member, completion) of each as it finishes.
 
         Returns:
-            P lists of G completions.
+            P lists of G completions, less what was skipped.
 
         Raises:
             ValueError: an empty prompt, one that cannot fit or that is not of this vocabulary; logits that are not
@@ -169,8 +178,12 @@ class Engine:
             max_prefill_tokens=self.config.max_prefill_tokens,
         )
         sequences = [
-            [scheduler.Sequence(p * MAX_GROUP_SIZE + g, group, max_completion_tokens) for g in range(group_size)]
-            for p, group in enumerate((PromptGroup(list(prompt)) for prompt in prompts), start=first_index)
+            [
+                scheduler.Sequence((first_index + p) * MAX_GROUP_SIZE + g, group, max_completion_tokens)
+                for g in range(group_size)
+                if (p, g) not in skip
+            ]
+            for p, group in enumerate(PromptGroup(list(prompt)) for prompt in prompts)
         ]
         for group in sequences:
             for sequence in group:
@@ -199,6 +212,7 @@ class Engine:
         self, batch: list[scheduler.Sequence], sampling: SamplingConfig, seed: int
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Run the new tokens of each sequence and sample its next one; the one step of `DecodeSteps.run`."""
+        start = time.perf_counter()
         new = [sequence.tokens[sequence.num_stored :] for sequence in batch]
         num_pages = max(len(sequence.pages) for sequence in batch)
         page_table = self._tensor([s.pages + [self.cache.scratch_page] * (num_pages - len(s.pages)) for s in batch])
@@ -209,7 +223,9 @@ class Engine:
         logits = self.decoder.logits(hidden[last], sampling.temperature or 1.0)
         ids, positions = ([getattr(s, name) for s in batch] for name in ("sequence_id", "num_tokens"))
         drawn = draw(logits, self._tensor([signed(seed)]), self._tensor(ids), self._tensor(positions), sampling)
-        tokens, logprobs = (x.tolist() for x in drawn)
+        tokens, logprobs = (x.tolist() for x in drawn)  # waits for the device
+        self.num_prefilled += sum(map(len, new))
+        self.prefill_s += time.perf_counter() - start
         return [tokens], [logprobs]
 
     def _tensor(self, values: Sequence[int] | Sequence[list[int]]) -> Tensor:
@@ -223,6 +239,7 @@ class Engine:
             check_finite([logprob], [(seed, sequence.sequence_id, sequence.num_tokens)])
             sequence.completion.append(token)
             sequence.logprobs.append(logprob)
+            self.num_sampled += 1
             if self._reason(sequence):
                 return
 

@@ -47,10 +47,10 @@ class ProblemReader:
         seen: set[str] = set()
         problems = tuple(islice(self._good(source, role, bad, seen), limit))
         if not problems:
-            found = _listed(bad) if bad else "none"
+            found = listed(bad) if bad else "none"
             raise ValueError(f"{source.name} wants at least one problem; got {found}. Correct it, or name another")
         if bad:
-            self.notes.append(f"{source.name}: left out {_listed(bad)}")
+            self.notes.append(f"{source.name}: left out {listed(bad)}")
         return problems
 
     def _good(self, source: Source, role: str, bad: list[str], seen: set[str]) -> Iterator[Problem]:
@@ -66,7 +66,7 @@ class ProblemReader:
                 bad.append(f"{place}: {error}")
                 if len(bad) > self.max_bad_rows:
                     raise ValueError(
-                        f"{source.name}, {_listed(bad)}, with max_bad_rows={self.max_bad_rows}. Correct the rows, or "
+                        f"{source.name}, {listed(bad)}, with max_bad_rows={self.max_bad_rows}. Correct the rows, or "
                         f"raise max_bad_rows to skip them"
                     ) from error
                 continue
@@ -130,7 +130,7 @@ def answer_text(answer: Any) -> str | None:
     return format(Decimal(repr(answer)).normalize(), "f")
 
 
-def _listed(bad: list[str]) -> str:
+def listed(bad: list[str]) -> str:
     """ "2 bad rows (line 3: ...; line 9: ...)", the first few spelt out."""
     shown = "; ".join(bad[:SHOWN_BAD_ROWS])
     more = f"; and {len(bad) - SHOWN_BAD_ROWS} more" if len(bad) > SHOWN_BAD_ROWS else ""

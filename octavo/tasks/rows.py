@@ -125,12 +125,13 @@ def _file_rows(file: Path) -> Rows:
             else:
                 for number, line in enumerate(data, start=1):
                     if line.strip():
-                        yield f"line {number}", _json_row(line.removeprefix(codecs.BOM_UTF8))
+                        yield f"line {number}", json_row(line.removeprefix(codecs.BOM_UTF8))
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}. Fetch it again") from error
 
 
-def _json_row(line: bytes) -> dict | BadRow:
+def json_row(line: bytes) -> dict | BadRow:
+    """The object in a line of JSONL."""
     try:
         row = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:  # ValueError: also no UTF-8, or a number of too many digits

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from octavo.kernels.operands import TOKEN_BLOCK
 from octavo.models.config import DecoderConfig, read_config
-from octavo.numerics.recipe import get_recipe
+from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.gae import GAEConfig
 from octavo.rollout.cuda_graph import padded_size
 from octavo.rollout.engine import EngineConfig
@@ -125,29 +125,42 @@ def plan_memory(
         held["critic"] -= FP32 * estimate.num_critic_parameters
     held["packed batch"] = counts.in_step * _batch_bytes(config)
     held["rotary table"] = FP32 * config.max_tokens * shape.head_dim
-    held["cuBLAS workspaces"] = WORKSPACE_BYTES * 2
+    held["cuBLAS workspaces"] = workspace_bytes(0, cuda_graphs=False)
     rollout, reserve, engine = {}, LIBRARY_BYTES, config.rollout.engine
     if isinstance(engine, EngineConfig):
         held["page table"] = FP32 * padded_size(engine.max_sequences) * -(-config.max_tokens // engine.page_size)
-        num_graphs = max(0, counts.running - GRAPH_ROWS) // (padded_size(GRAPH_ROWS + 1) - GRAPH_ROWS)
-        held["cuBLAS workspaces"] += WORKSPACE_BYTES * num_graphs * engine.cuda_graphs
-        prefill, decode = _rollout(config, shape, counts)
+        held["cuBLAS workspaces"] = workspace_bytes(counts.running, engine.cuda_graphs)
+        truncates = config.evaluation.interval > 0 and looks_at_host(config.evaluation.sampling)
+        recipe = config.precision.rollout_recipe()
+        prefill, decode = rollout_bytes(shape, recipe, counts.running, counts.prefill, truncates)
         rollout = {"prefill": prefill} if prefill > decode else {"decode": decode}
         reserve += decode * engine.cuda_graphs
     phases = {"rollout": rollout, **_passes(config, shape, of_critic, counts, estimate)}
     return MemoryPlan(estimate=estimate, held=held, phases=phases, reserve=reserve)
 
 
-def _rollout(config: TrainConfig, shape: DecoderConfig, counts: TokenCounts) -> tuple[int, int]:
-    """Bytes of the largest prefill, and of a decode step."""
-    recipe, rows = config.precision.rollout_recipe(), counts.running
+def rollout_bytes(
+    shape: DecoderConfig, recipe: Recipe, rows: int, prefill_tokens: int, truncates: bool
+) -> tuple[int, int]:
+    """Bytes of the largest prefill, and of a decode step.
+
+    Args:
+        shape, recipe: of the decoder.
+        rows: sequences of a decode step, as many as a prefill may have.
+        prefill_tokens: new tokens of a prefill.
+        truncates: sampling leaves tokens out, by top_p, top_k or min_p.
+    """
     prefill, decode = (
         DecoderPass(shape=shape, recipe=recipe, num_tokens=num_tokens, num_scored=rows, paged=True).forward()
-        for num_tokens in (counts.prefill, rows)
+        for num_tokens in (prefill_tokens, rows)
     )
-    if config.evaluation.interval and looks_at_host(config.evaluation.sampling):
-        decode += TRUNCATION_BYTES * rows * shape.vocab_size
-    return prefill, decode
+    return prefill, decode + truncates * TRUNCATION_BYTES * rows * shape.vocab_size
+
+
+def workspace_bytes(running: int, cuda_graphs: bool) -> int:
+    """Of cuBLAS, for decode steps of up to `running` rows."""
+    num_graphs = max(0, running - GRAPH_ROWS) // (padded_size(GRAPH_ROWS + 1) - GRAPH_ROWS)
+    return WORKSPACE_BYTES * (2 + num_graphs * cuda_graphs)
 
 
 def _passes(

@@ -154,8 +154,13 @@ def engine_bytes(config: TrainConfig, shape: DecoderConfig, recipe: Recipe) -> d
 def kv_cache_bytes(engine: EngineConfig, shape: DecoderConfig, recipe: Recipe) -> int:
     """Keys and values of every slot, those of the scratch page too, and the scales of an FP8 cache."""
     slots = (engine.kv_cache_tokens // engine.page_size + 1) * engine.page_size
+    return slots * kv_token_bytes(shape, recipe)
+
+
+def kv_token_bytes(shape: DecoderConfig, recipe: Recipe) -> int:
+    """Keys and values of one token in all layers."""
     per_head = shape.head_dim * FORMAT_BYTES[recipe.kv_cache] + (4 if recipe.kv_cache == "fp8" else 0)
-    return 2 * shape.num_layers * slots * shape.num_kv_heads * per_head
+    return 2 * shape.num_layers * shape.num_kv_heads * per_head
 
 
 def linears(shape: DecoderConfig) -> Iterator[tuple[str, int, int]]:

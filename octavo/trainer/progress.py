@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -142,8 +142,13 @@ def environment(device: str) -> dict[str, str]:
 
 def weights_fingerprint(module: nn.Module) -> str:
     """Hash of all parameters' names, shapes and bits."""
+    return tensors_fingerprint(module.named_parameters())
+
+
+def tensors_fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash of names, shapes and bits."""
     digest = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for name, tensor in named:
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -32,6 +32,21 @@ def bytes_of(decoder):
     }
 
 
+@pytest.mark.parametrize("recipe", ["block128", "rowwise", "bf16", "fp32"])
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_without_masters_the_forward_reads_the_same(make_folder, tmp_path, tied, weights, recipe):
+    folder, _ = make_folder(family="qwen2", tie_word_embeddings=tied, **WIDE)
+    save_decoder(trained(folder), tmp_path / "model", folder, weights=weights)
+    whole = load_decoder(tmp_path / "model", get_recipe(recipe))
+    bare = load_decoder(tmp_path / "model", get_recipe(recipe), masters=False)
+    same_bytes(dict(bare.named_buffers()), dict(whole.named_buffers()))
+    assert sum(parameter.numel() for parameter in bare.parameters() if parameter.ndim > 1) == 0
+    tokens = random_prompts(0, 1, 40, 40)[0]
+    with torch.no_grad():
+        assert torch.equal(logits_of(bare, tokens), logits_of(whole, tokens))
+
+
 @pytest.mark.parametrize("recipe", ["block128", "w8a16"])
 @pytest.mark.parametrize("family, tied", FAMILIES)
 def test_the_rollouts_bytes_go_out_and_come_back(make_folder, tmp_path, family, tied, recipe):

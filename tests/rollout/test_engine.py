@@ -343,3 +343,26 @@ def test_padded_scores_are_bounded_and_their_chunks_change_nothing(monkeypatch):
     monkeypatch.setattr(kv_cache, "MAX_SCORES_PER_CHUNK", limit)
     assert generate(prompts, sampling=SamplingConfig(), group_size=2, seed=5, length=6) == whole
     assert 0 < max(sizes) <= limit
+
+
+def test_skipped_completions_are_missing_and_the_others_are_the_same():
+    prompts, told = random_prompts(1, 3), []
+    whole = generate(prompts, group_size=3, first_index=4)
+    skip = {(0, 0), (1, 0), (1, 1), (1, 2), (2, 1)}
+    groups = generate(
+        prompts, group_size=3, first_index=4, skip=skip, on_completion=lambda p, g, completion: told.append((p, g))
+    )
+    assert groups == [whole[0][1:], [], [whole[2][0], whole[2][2]]]
+    assert sorted(told) == [(0, 1), (0, 2), (2, 0), (2, 2)]
+
+
+def test_an_engine_counts_what_it_computed():
+    prompts = random_prompts(10, 4)
+    engine = Engine(policy("block128"), EngineConfig(page_size=4, kv_cache_tokens=100), ())
+    for calls in (1, 2):
+        engine.generate(prompts, SamplingConfig(), max_completion_tokens=30)
+        assert engine.num_sampled == calls * 4 * 30
+    assert engine.num_preemptions > 0 and engine.num_prefilled > 2 * sum(map(len, prompts)) and engine.prefill_s > 0.0
+    roomy = Engine(policy("block128"), ROOMY, ())
+    roomy.generate(prompts, SamplingConfig(), max_completion_tokens=30)
+    assert roomy.num_prefilled == sum(map(len, prompts))

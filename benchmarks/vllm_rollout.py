@@ -1,0 +1,161 @@
+"""Protocols A, B1 and B2 of benchmarks/rollout.py in vLLM, offline, with random weights and log-probabilities.
+
+    PYTHONPATH=. python benchmarks/vllm_rollout.py [A] [B] [--precision NAME] [--tiny]
+
+Writes benchmarks/results/vllm_rollout.json (under $OUT if set) with vLLM's release in each note; `octavo bench compare`
+puts it beside rollout.json. Each precision has a process of its own, and what was measured at the same commit on the
+same device is kept. vLLM takes one to five minutes to start: where commands have a limit, give one precision each.
+
+Needs vLLM 0.24 on a Hopper GPU. --tiny tries the script with a tiny model wherever vLLM runs, and leaves no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout import SHAPES
+from transformers import PretrainedConfig, Qwen3Config
+
+from octavo.bench.results import Results, Row
+from octavo.models.config import FP8_FORMAT
+
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # may be absent
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+PRECISIONS = {"bf16": (False, "auto"), "block128": (True, "auto"), "block128+kv8": (True, "fp8")}
+"""FP8 weights and activations by blocks; format of keys and values."""
+MODEL = "qwen3-8b"
+TINY = Qwen3Config(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=1024,
+    tie_word_embeddings=False,
+)
+
+
+def write_model(folder: Path, shape: PretrainedConfig, in_fp8: bool) -> None:
+    """A folder with a config alone, which `load_format="dummy"` fills."""
+    shape = copy.deepcopy(shape)
+    shape.architectures = ["Qwen3ForCausalLM"]
+    shape.dtype = torch.bfloat16
+    if in_fp8:
+        shape.quantization_config = FP8_FORMAT
+    shape.save_pretrained(folder)
+
+
+def start(folder: Path, kv_cache: str, longest: int, sequences: int, tiny: bool) -> Any:
+    """vLLM on that folder, with CUDA graphs and without a prefix cache, which octavo's engine has none of."""
+    from vllm import LLM
+
+    return LLM(
+        model=str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        kv_cache_dtype=kv_cache,
+        max_model_len=longest,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=16384,
+        gpu_memory_utilization=0.9,
+        enable_prefix_caching=False,
+        enforce_eager=tiny,
+        seed=0,
+    )
+
+
+def generate_seconds(llm: Any, vocab_size: int, count: int, prompt_tokens: int, new_tokens: int) -> float:
+    """Wall-clock seconds of a batch of random prompts."""
+    from vllm import SamplingParams
+
+    rng = random.Random(0)
+    prompts = [{"prompt_token_ids": [rng.randrange(vocab_size) for _ in range(prompt_tokens)]} for _ in range(count)]
+    params = SamplingParams(temperature=1.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    for output in outputs:
+        (completion,) = output.outputs
+        lengths = len(completion.token_ids), len(completion.logprobs)
+        assert lengths == (new_tokens, new_tokens), f"{lengths} tokens and log-probabilities, not {new_tokens}"
+    return seconds
+
+
+def measure(results: Results, name: str, protocols: list[str], tiny: bool) -> None:
+    """The protocols under one precision, in this process."""
+    import vllm
+
+    in_fp8, kv_cache = PRECISIONS[name]
+    model, shape, divisor = ("tiny", TINY, 16) if tiny else (MODEL, SHAPES[MODEL], 1)
+    count, short, long, new = (number // divisor for number in (128, 512, 4096, 512))
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), shape, in_fp8)
+        begun = time.perf_counter()
+        llm = start(Path(folder), kv_cache, long + new + 1, count, tiny)
+        note = f"vLLM {vllm.__version__}, up in {time.perf_counter() - begun:.0f} s"
+
+        def add(protocol: str, tok_s: float) -> None:
+            results.add(Row(case=f"{protocol}/{model}/{name}", metric="tok_s", value=tok_s, unit="tok/s", note=note))
+
+        generate_seconds(llm, shape.vocab_size, count, short, 16)  # compiles
+        generate_seconds(llm, shape.vocab_size, 4, long, 2)
+        if "A" in protocols:
+            seconds = generate_seconds(llm, shape.vocab_size, 2 * count, short, 2 * new)
+            add("A", 2 * count * 2 * new / seconds)
+        if "B" in protocols:
+            prefill = generate_seconds(llm, shape.vocab_size, count, long, 1)
+            add("B1", count * long / prefill)
+            decode = generate_seconds(llm, shape.vocab_size, count, long, new) - prefill
+            add("B2", count * (new - 1) / decode)
+
+
+def main() -> None:
+    """Measure, print, write; a process for each precision."""
+    parser = argparse.ArgumentParser(description="Protocols A and B of benchmarks/rollout.py in vLLM.")
+    parser.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="A or B; default both")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="this one, in this process; default all")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model in BF16, without a file")
+    arguments = parser.parse_args()
+    wanted = arguments.protocols or ["A", "B"]
+    if set(wanted) - {"A", "B"}:
+        parser.error(f"protocols are A and B; got {' '.join(wanted)}")
+    if importlib.util.find_spec("vllm") is None or not (torch.cuda.is_available() or arguments.tiny):
+        print("benchmarks/vllm_rollout.py measures vLLM on a GPU, and one of them is missing here: skipped")
+        return
+    if arguments.tiny:
+        arguments.precision = "bf16"
+    if arguments.precision is None:
+        for name in PRECISIONS:
+            subprocess.run([sys.executable, __file__, *wanted, "--precision", name], check=True)
+        return
+    os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
+    with tempfile.TemporaryDirectory() as nowhere:
+        if arguments.tiny:
+            os.environ["OUT"] = nowhere
+        results = Results("vllm_rollout", f"PYTHONPATH=. python {' '.join(sys.argv)}", go_on=True)
+        last = {"A": "A", "B": "B2"}
+        missing = [p for p in wanted if not results.has(f"{last[p]}/{MODEL}/{arguments.precision}")]
+        if missing:
+            measure(results, arguments.precision, missing, arguments.tiny)
+
+
+if __name__ == "__main__":
+    main()

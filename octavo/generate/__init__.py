@@ -1,0 +1,1 @@
+"""`octavo generate`: completions of many prompts, into a file that survives being stopped."""

@@ -1,0 +1,81 @@
+"""benchmarks/vllm_rollout.py with a vLLM that only counts; `--tiny` runs it with a real one."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import vllm_rollout
+from rollout import SHAPES
+
+from octavo.bench.results import read_results
+from octavo.models.config import FP8_FORMAT, read_config
+
+
+def test_the_folder_is_a_config_in_blocks_that_both_read(tmp_path):
+    vllm_rollout.write_model(tmp_path, SHAPES["qwen3-8b"], in_fp8=True)
+    config, hf_config = read_config(tmp_path)
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (36, 4096, 151936)
+    assert hf_config.architectures == ["Qwen3ForCausalLM"]
+    assert hf_config.quantization_config["weight_block_size"] == FP8_FORMAT["weight_block_size"]
+    vllm_rollout.write_model(tmp_path, SHAPES["qwen3-8b"], in_fp8=False)
+    assert getattr(read_config(tmp_path)[1], "quantization_config", None) is None
+
+
+class FakeLLM:
+    """Gives as many tokens as it is asked for; what it was asked for is noted."""
+
+    def __init__(self, **options):
+        self.options, self.calls = options, []
+        made.append(self)
+
+    def generate(self, prompts, params, use_tqdm):
+        self.calls.append((len(prompts), len(prompts[0]["prompt_token_ids"]), params["max_tokens"]))
+        tokens = [1] * (params["max_tokens"] - short)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=tokens)]) for _ in prompts]
+
+
+made, short = [], 0
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    made.clear()
+    module = SimpleNamespace(LLM=FakeLLM, SamplingParams=dict, __version__="0.24.0", __spec__=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(vllm_rollout.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("octavo.bench.results._device", lambda: "a GPU")
+    monkeypatch.setenv("OUT", str(tmp_path))
+    for name in vllm_rollout.ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["vllm_rollout.py", *arguments])
+        vllm_rollout.main()
+
+    return run
+
+
+def test_the_protocols_are_those_of_rollout(fake, tmp_path):
+    fake("--precision", "block128+kv8")
+    (llm,) = made
+    warm_up, measured = llm.calls[:2], llm.calls[2:]
+    assert warm_up == [(128, 512, 16), (4, 4096, 2)]
+    assert measured == [(256, 512, 1024), (128, 4096, 1), (128, 4096, 512)]
+    assert llm.options["kv_cache_dtype"] == "fp8" and not llm.options["enforce_eager"]
+    rows = read_results(tmp_path / "vllm_rollout.json")
+    assert list(rows) == [f"{protocol}/qwen3-8b/block128+kv8 tok_s" for protocol in ("A", "B1", "B2")]
+    assert all(row.note.startswith("vLLM 0.24.0, up in ") for row in rows.values())
+    fake("A", "--precision", "block128+kv8")
+    assert len(made) == 1, "it is there already"
+
+
+def test_fewer_tokens_than_asked_for_are_no_measurement(fake, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "short", 1)
+    with pytest.raises(AssertionError, match=r"\(15, 15\) tokens and log-probabilities, not 16"):
+        fake("--precision", "bf16")
+
+
+def test_without_vllm_or_a_gpu_it_says_so(fake, monkeypatch, capsys):
+    monkeypatch.setattr(vllm_rollout.torch.cuda, "is_available", lambda: False)
+    fake()
+    assert "one of them is missing here: skipped" in capsys.readouterr().out and not made
