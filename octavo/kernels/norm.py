@@ -84,8 +84,18 @@ def rms_norm_forward(x: Tensor, gain: Tensor, norm_eps: float) -> tuple[Tensor, 
     return y, inverse_rms
 
 
-def rms_norm_backward(x: Tensor, gain: Tensor, inverse_rms: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x, [..., D] in its dtype, and of the gain, [D] fp32, from that of y."""
+def rms_norm_backward(
+    x: Tensor, gain: Tensor, inverse_rms: Tensor, grad_y: Tensor, added: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, [..., D] in its dtype, and of the gain, [D] fp32.
+
+    Args:
+        x: [..., D], what was normalised.
+        gain: [D] fp32.
+        inverse_rms: [...] fp32, of `rms_norm_forward` or `add_rms_norm_cast`.
+        grad_y: [..., D], gradient of the result.
+        added: [..., D] in the dtype of x, a gradient that reaches x past the norm: to the bit as if added afterwards.
+    """
     if not _has_kernel(x):
         grad_y = grad_y.float()
         inverse_rms = inverse_rms.unsqueeze(-1)
@@ -94,7 +104,8 @@ def rms_norm_backward(x: Tensor, gain: Tensor, inverse_rms: Tensor, grad_y: Tens
         grad_normalized = grad_y * gain
         projection = (grad_normalized * normalized).mean(dim=-1, keepdim=True)
         grad_x = (grad_normalized - normalized * projection) * inverse_rms
-        return grad_x.to(x.dtype), grad_gain
+        grad_x = grad_x.to(x.dtype)
+        return grad_x if added is None else grad_x + added, grad_gain
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return grad_x, torch.zeros_like(gain)
@@ -109,6 +120,7 @@ def rms_norm_backward(x: Tensor, gain: Tensor, inverse_rms: Tensor, grad_y: Tens
         gain,
         inverse_rms,
         grad_rows,
+        grad_x if added is None else added.contiguous(),
         grad_x,
         partial,
         num_rows,
@@ -120,6 +132,7 @@ def rms_norm_backward(x: Tensor, gain: Tensor, inverse_rms: Tensor, grad_y: Tens
         R=R,
         D=len(gain),
         BLOCK_D=block,
+        ADD=added is not None,
         num_warps=num_warps,
     )
     return grad_x, partial.sum(dim=0)

@@ -25,9 +25,9 @@ def norm_kernel(
 
 @triton.jit
 def backward_kernel(
-    x_ptr, gain_ptr, inverse_ptr, grad_y_ptr, grad_x_ptr, partial_ptr,
+    x_ptr, gain_ptr, inverse_ptr, grad_y_ptr, grad_added_ptr, grad_x_ptr, partial_ptr,
     num_rows, steps, B, stride_a, stride_b, grad_B, grad_stride_a, grad_stride_b,
-    R: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr,
+    R: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """One program for `steps` times R rows, whose part of the gain's gradient it adds up."""
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -44,8 +44,11 @@ def backward_kernel(
         grad_gain += grad_y * normalized
         grad_normalized = grad_y * gain
         projection = tl.sum(grad_normalized * normalized, axis=1)[:, None] / D
-        grad_x = (grad_normalized - normalized * projection) * inverse
-        tl.store(grad_x_ptr + rows[:, None].to(tl.int64) * D + d, round_bf16(grad_x), mask=inside)
+        grad_x = round_bf16((grad_normalized - normalized * projection) * inverse)
+        at = rows[:, None].to(tl.int64) * D + d
+        if ADD:
+            grad_x = round_bf16(grad_x + tl.load(grad_added_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        tl.store(grad_x_ptr + at, grad_x, mask=inside)
     at = partial_ptr + tl.program_id(0) * D + tl.arange(0, BLOCK_D)
     tl.store(at, tl.sum(grad_gain, axis=0), mask=tl.arange(0, BLOCK_D) < D)
 

@@ -201,12 +201,18 @@ class FP8Linear(nn.Module):
         if wanted and dgrad.left is not None and self._casts_once(grad_y, self.splits, dgrad.left, wgrad.left):
             assert saved_x is not None
             along, across = quantize_both(grad_y, dgrad.left, self.recipe.scale_rounding, self.splits)
-            return self._dgrad_product(along, grad_y.dtype), self._wgrad(across, saved_x)
+            return self.gradients_of_casts(along, across, saved_x)
         grad_x = self._dgrad(grad_y, dgrad) if needs_x else None
         if saved_x is None:
             return grad_x, None
         padded = pad_tokens(grad_y) if self.quantized and wgrad.left is not None else grad_y
         return grad_x, self._wgrad(self.gradient(padded, wgrad), saved_x)
+
+    def gradients_of_casts(
+        self, along: Operand, across: QuantizedMatrix, saved_x: QuantizedMatrix | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dX and dW, by kernels, of dY as DGrad and as WGrad multiplies it."""
+        return self._dgrad_product(along), self._wgrad(across, saved_x)
 
     def _casts_once(self, x: Tensor, splits: Sequence[int], *blocks: QuantBlock | None) -> bool:
         """Whether one cast of a matrix [T, sum of splits] serves two products, by `quantize_both`."""
@@ -218,13 +224,11 @@ class FP8Linear(nn.Module):
             return (values_of(self.gradient(grad_y, recipe)) @ self.backward_weight()).to(grad_y.dtype)
         if not self.quantized or recipe.left is None:
             return grad_y @ self.weight_hp
-        rounding = self.recipe.scale_rounding
-        left = quantized_operand(grad_y, recipe.left, rounding, splits=self.splits, for_kernels=True)
-        return self._dgrad_product(left, grad_y.dtype)
+        left = quantized_operand(grad_y, recipe.left, self.recipe.scale_rounding, splits=self.splits, for_kernels=True)
+        return self._dgrad_product(left)
 
-    def _dgrad_product(self, grad_y: Operand, dtype: torch.dtype) -> Tensor:
-        w = self._prepared("dgrad", self._prepare_dgrad)
-        return product(grad_y, w, dtype=dtype, backend="scaled_mm")
+    def _dgrad_product(self, grad_y: Operand) -> Tensor:
+        return product(grad_y, self._prepared("dgrad", self._prepare_dgrad), dtype=self._dtype, backend="scaled_mm")
 
     def _wgrad(self, grad_y: QuantizedMatrix | Tensor, saved_x: QuantizedMatrix | Tensor) -> Tensor:
         x = self.saved(saved_x)

@@ -12,12 +12,11 @@ values live is the caller's business (`AttentionContext`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from octavo.kernels.heads import HeadTransform
@@ -155,7 +154,7 @@ class Decoder(nn.Module):
         self.policy_version = 0
         """Optimiser steps in the bytes that the forward reads."""
         self.fuses = True
-        """Run without a gradient in fewer kernels (`models.fused`), in which a norm makes no output of its own."""
+        """Run in fewer kernels (`models.fused`). False calls every module for an output of its own, and none again."""
         self.recompute_layers = False
         """Keep only each layer's input for the backward, and compute the layer again there: the same bits."""
 
@@ -241,11 +240,10 @@ class Decoder(nn.Module):
         """
         h = _embed(self.embed_tokens, self.embed_hp, tokens)
         cos, sin = self.cos[positions], self.sin[positions]
-        if self.fuses and not (shadow or torch.is_grad_enabled()):
+        if self.fuses and not shadow and len(tokens):
             return self.norm(run_layers(self, h, cos, sin, context))
         for block in self.blocks():
-            run = _recomputed if self.recompute_layers and torch.is_grad_enabled() else Block.__call__
-            h = run(block, h, cos, sin, context, self.num_saturated, shadow)
+            h = block(h, cos, sin, context, self.num_saturated, shadow)
         return self.norm(h)
 
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
@@ -270,26 +268,6 @@ def drop_masters_(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.ndim > 1:
             parameter.data = parameter.data.new_empty(0)
-
-
-def _recomputed(
-    block: Block, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor, shadow: bool
-) -> Tensor:
-    def run(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # the count is no input: it changes before the backward
-        return cast(Tensor, block(h, cos, sin, context, num_saturated, shadow))
-
-    return cast(
-        Tensor,
-        checkpoint(
-            run,
-            h,
-            cos,
-            sin,
-            use_reentrant=False,
-            preserve_rng_state=False,  # a forward draws nothing
-            context_fn=lambda: (nullcontext(), block.recomputing()),
-        ),
-    )
 
 
 class _Embed(torch.autograd.Function):

@@ -1,27 +1,33 @@
-"""The decoder's layers without a gradient, in fewer kernels and to the bit: what makes X casts it, too.
+"""The decoder's layers in fewer kernels, and to the bit: what makes X casts it, too.
 
     h, q = cast(norm(h + delta))       one kernel, before qkv_proj and gate_up_proj
     q = cast(swiglu(gate_up))          one kernel, before down_proj
 
-Where a layer reads X as it is, or under a scale that is frozen or of all tokens, its norm and SwiGLU stay alone.
+Where a layer reads X as it is, or under a scale that is frozen or of all tokens, its norm and SwiGLU stay alone. With a
+gradient that is so but where WGrad, too, reads X in blocks (`models.fused_functions`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from octavo.kernels.norm import add_rms_norm_cast
-from octavo.kernels.operands import FILLED, K_BLOCK, ROW_MULTIPLE, Operand
+from octavo.kernels.operands import FILLED, ROW_MULTIPLE
 from octavo.kernels.swiglu import swiglu, swiglu_cast
 from octavo.layers.attention import AttentionContext
 from octavo.layers.linear import FP8Linear
-from octavo.numerics.exact import block_edges
-from octavo.numerics.fp8 import BLOCK_1X128, PER_ROW, QuantBlock
+from octavo.models.fused_functions import NormLinear, NormMLP, cast_operand
+from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X1, PER_ROW, QuantBlock
+from octavo.numerics.recipe import Recipe
 
 if TYPE_CHECKING:
-    from octavo.models.decoder import Decoder, Norm
+    from octavo.models.decoder import Block, Decoder, Norm
 
 PADDING = {BLOCK_1X128: FILLED, PER_ROW: (1, ROW_MULTIPLE)}
 """Blocks of X that its maker can cast to, and how far they are filled up."""
@@ -29,13 +35,48 @@ PADDING = {BLOCK_1X128: FILLED, PER_ROW: (1, ROW_MULTIPLE)}
 
 def run_layers(decoder: Decoder, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
     """All layers: embeddings [T, D] bf16 -> what the last norm reads; cos and sin [T, Dh / 2] of each position."""
-    delta = None
+    if not (decoder.recompute_layers and torch.is_grad_enabled()):
+        return _run(decoder.blocks(), h, cos, sin, context, decoder.num_saturated)
     for block in decoder.blocks():
+        h = _recomputed(block, h, cos, sin, context, decoder.num_saturated)
+    return h
+
+
+def _run(
+    blocks: Iterable[Block], h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor
+) -> Tensor:
+    delta = None
+    for block in blocks:
         h, qkv = _projected(block.qkv_proj, block.input_norm, h, delta)
-        delta = block.o_proj(block.attend(qkv, cos, sin, context, decoder.num_saturated))
-        h, gate_up = _projected(block.gate_up_proj, block.post_norm, h, delta)
-        delta = _down(block.down_proj, gate_up)
+        delta = block.o_proj(block.attend(qkv, cos, sin, context, num_saturated))
+        gate_up, down, norm = block.gate_up_proj, block.down_proj, block.post_norm
+        if torch.is_grad_enabled() and _block_of(gate_up) and _block_of(down):
+            weights = norm.weight, gate_up.weight, down.weight
+            h, delta = NormMLP.apply(h, delta, *weights, norm.norm_eps, gate_up, down)
+        else:
+            h, halves = _projected(gate_up, norm, h, delta)
+            delta = _down(down, halves)
     return h if delta is None else h + delta
+
+
+def _recomputed(
+    block: Block, h: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor
+) -> Tensor:
+    def run(h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # the count is no input: it changes before the backward
+        return _run([block], h, cos, sin, context, num_saturated)
+
+    return cast(
+        Tensor,
+        checkpoint(
+            run,
+            h,
+            cos,
+            sin,
+            use_reentrant=False,
+            preserve_rng_state=False,  # a forward draws nothing
+            context_fn=lambda: (nullcontext(), block.recomputing()),
+        ),
+    )
 
 
 def _projected(layer: FP8Linear, norm: Norm, h: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -44,28 +85,36 @@ def _projected(layer: FP8Linear, norm: Norm, h: Tensor, delta: Tensor | None) ->
     if block is None:
         h = h if delta is None else h + delta
         return h, layer(norm(h))
+    if torch.is_grad_enabled():
+        parameters = norm.weight, layer.weight, layer.bias
+        return cast("tuple[Tensor, Tensor]", NormLinear.apply(h, delta, *parameters, norm.norm_eps, layer))
     rounding = layer.recipe.scale_rounding
     made = add_rms_norm_cast(
         h, delta, norm.weight, norm.norm_eps, quant_block=block, rounding=rounding, pad_to=PADDING[block]
     )
-    return made.h, layer.multiply(_operand(made.q, made.scale, layer, block))
+    return made.h, layer.multiply(cast_operand(made.q, made.scale, [layer.in_features], block))
 
 
 def _down(layer: FP8Linear, gate_up: Tensor) -> Tensor:
     """The layer of SwiGLU [T, 2F] -> [T, D]."""
-    block = _block_of(layer)
+    block = None if torch.is_grad_enabled() else _block_of(layer)
     if block is None:
         return layer(swiglu(gate_up))
     made = swiglu_cast(gate_up, quant_block=block, rounding=layer.recipe.scale_rounding, pad_to=PADDING[block])
-    return layer.multiply(_operand(made.q, made.scale, layer, block))
+    return layer.multiply(cast_operand(made.q, made.scale, [layer.in_features], block))
 
 
 def _block_of(layer: FP8Linear) -> QuantBlock | None:
     """The blocks of X that its maker casts for this layer; None where it makes X as it is."""
-    dynamic = layer.quantized and layer.uses_kernels and not layer.recipe.static_activation_scale
-    return layer.recipe.fprop.left if dynamic and layer.recipe.fprop.left in PADDING else None
+    recipe = layer.recipe
+    if not (layer.quantized and layer.uses_kernels) or recipe.static_activation_scale:
+        return None
+    if torch.is_grad_enabled() and not (layer.weight.requires_grad and saves_blocks(recipe)):
+        return None
+    return recipe.fprop.left if recipe.fprop.left in PADDING else None
 
 
-def _operand(q: Tensor, scale: Tensor, layer: FP8Linear, block: QuantBlock) -> Operand:
-    by_blocks = block == BLOCK_1X128
-    return Operand(q, scale, block_edges(layer.in_features, K_BLOCK if by_blocks else None), by_blocks)
+def saves_blocks(recipe: Recipe) -> bool:
+    """Whether X comes in the blocks of FProp and, saved for it, in those of WGrad from one kernel."""
+    blocks = None if recipe.wgrad is None else (recipe.fprop.left, recipe.wgrad.right)
+    return blocks == (BLOCK_1X128, BLOCK_128X1) and recipe.saved_activations == "fp8"

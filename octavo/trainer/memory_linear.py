@@ -41,10 +41,10 @@ class Ledger:
         yield
         self.free(size)
 
-    def touch(self, size: int) -> None:
+    def touch(self, size: int, *, when: bool = True) -> None:
         """An allocation that ends at once."""
-        self.take(size)
-        self.free(size)
+        self.take(size, when=when)
+        self.free(size, when=when)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,11 @@ class LinearPass:
         return self.mask + cast_bytes(self.num_tokens, self.in_features, self.recipe.wgrad.right)
 
     @property
+    def gradient(self) -> int:
+        """Bytes of dW."""
+        return FP32 * self.out_features * self.in_features
+
+    @property
     def _casts_x_once(self) -> bool:
         """Whether one cast of X serves FProp and WGrad."""
         left, static = self.recipe.fprop.left, self.recipe.static_activation_scale
@@ -160,10 +165,10 @@ class LinearPass:
     def backward(self, ledger: Ledger, *, accumulated: bool) -> None:
         """dY is held before and after; after it dX too, and unless `accumulated` dW; what was saved is free."""
         T, K, N = self.num_tokens, self.in_features, self.out_features
-        grad_x, weight = BF16 * T * K, FP32 * N * K
+        grad_x = BF16 * T * K
         if not self.quantized:
             ledger.take(grad_x)
-            ledger.take(weight)
+            ledger.take(self.gradient)
         else:
             assert self.recipe.dgrad is not None and self.recipe.wgrad is not None
             along, across = self.recipe.dgrad.left, self.recipe.wgrad.left
@@ -187,7 +192,18 @@ class LinearPass:
         if self.bias:
             ledger.touch(FP32 * T * N)
         if accumulated:
-            ledger.free(weight)
+            ledger.free(self.gradient)
+        ledger.free(self.saved)
+
+    def backward_of_casts(self, ledger: Ledger, *, made_of: int) -> None:
+        """dY comes in its two casts, in place of what they are made of; dX and dW are held after it."""
+        assert self.recipe.dgrad is not None and self.recipe.wgrad is not None
+        T, width = self.num_tokens, sum(_up(split, K_BLOCK) for split in self.splits)
+        along = cast_bytes(T, width, self.recipe.dgrad.left)
+        with ledger.holding(along + cast_bytes(T, self.out_features, self.recipe.wgrad.left)):
+            ledger.free(made_of)
+            ledger.take(BF16 * T * self.in_features)
+            self._weight_gradient(ledger, 0)
         ledger.free(self.saved)
 
     def _weight_gradient(self, ledger: Ledger, grad_y: int) -> None:
@@ -197,7 +213,7 @@ class LinearPass:
         x = cast_bytes(T, K, right) if self.keeps_x else 0
         x += T * K if right == PER_TENSOR and not self._casts_x_once else 0
         with ledger.holding(grad_y + x):
-            ledger.take(FP32 * self.out_features * K)
+            ledger.take(self.gradient)
 
 
 def _both_ways(along: QuantBlock | None, splits: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from octavo.kernels import lm_head
 from octavo.kernels.norm import BACKWARD_PROGRAMS, TILE_ELEMENTS
 from octavo.models.config import DecoderConfig
-from octavo.models.fused import PADDING
+from octavo.models.fused import PADDING, saves_blocks
 from octavo.numerics.recipe import Recipe
 from octavo.trainer.memory_linear import BF16, FP32, INT64, Ledger, LinearPass
 
@@ -91,31 +91,35 @@ class LayerPass:
 
     def forward(self, ledger: Ledger, *, grad: bool, shadow: bool = False, again: bool = False) -> None:
         """h [T, D] is held before; after it the next h in its place, and with `grad` all of `saved`."""
-        T, D, F = self.num_tokens, self.shape.hidden_size, self.shape.intermediate_size
-        h, inverse_rms, mode = self._bf16(D), FP32 * T, {"grad": grad, "shadow": shadow, "again": again}
-        ledger.take(h + inverse_rms)
-        self.qkv.forward(ledger, **mode)
-        ledger.free(h, when=not (grad and self.qkv.keeps_x))
-        ledger.free(inverse_rms, when=not grad)
+        h, mode = self._bf16(self.shape.hidden_size), {"grad": grad, "shadow": shadow, "again": again}
+        self._norm_forward(ledger, self.qkv, **mode)
         self._attend(ledger)
-        ledger.free(FP32 * T * self.shape.num_heads, when=not grad)
+        ledger.free(FP32 * self.num_tokens * self.shape.num_heads, when=not grad)
         self.o.forward(ledger, **mode)
         ledger.free(self._bf16(self.o.in_features), when=not grad)
         ledger.take(h)
-        ledger.free(h)
-        ledger.take(h + inverse_rms)
-        self.gate_up.forward(ledger, **mode)
-        ledger.free(h, when=not (grad and self.gate_up.keeps_x))
-        ledger.free(inverse_rms, when=not grad)
-        ledger.take(self._bf16(F))
-        ledger.free(self._bf16(2 * F), when=not grad)
+        ledger.free(h, when=shadow)
+        self._norm_forward(ledger, self.gate_up, **mode)
+        width, fused = self._bf16(self.down.in_features), self._casts(self.gate_up, self.down) and not shadow
+        ledger.take(width, when=not fused)
+        ledger.free(self._bf16(self.gate_up.out_features), when=not grad)
         self.down.forward(ledger, **mode)
-        ledger.free(self._bf16(F), when=not (grad and self.down.keeps_x))
+        ledger.free(width, when=not (fused or (grad and self.down.keeps_x)))
+        ledger.free(h, when=not shadow)  # what o made, a name in models/fused.py until down has made the next
         ledger.take(h)
         ledger.free(h)
         ledger.free(
             self._bf16(self.qkv.out_features) + 2 * h, when=not grad
         )  # names that end with the layer's function
+
+    def _norm_forward(self, ledger: Ledger, linear: LinearPass, *, grad: bool, shadow: bool, again: bool) -> None:
+        """h is held before; after it the linear layer of its norm, too, and with `grad` what both save."""
+        x, fused = self._bf16(self.shape.hidden_size), self._casts(linear) and not shadow
+        with ledger.holding(FP32 * self.num_tokens):
+            ledger.take(x, when=not fused)
+            linear.forward(ledger, grad=grad, shadow=shadow, again=again)
+            ledger.free(x, when=not (fused or (grad and linear.keeps_x)))
+        ledger.take(FP32 * self.num_tokens, when=grad)  # inverse root mean squares
 
     def _attend(self, ledger: Ledger) -> None:
         """qkv is held before; after it the output of attention and its logsumexp too."""
@@ -163,29 +167,43 @@ class LayerPass:
         dynamic = linear.quantized and not self.recipe.static_activation_scale
         return dynamic and self.recipe.fprop.left in PADDING
 
+    def _casts(self, *linears: LinearPass) -> bool:
+        """Whether what makes X of these layers casts it for FProp and for WGrad."""
+        return saves_blocks(self.recipe) and all(linear.quantized for linear in linears)
+
     def backward(self, ledger: Ledger, *, accumulated: bool) -> None:
         """The gradient of the layer's output is held before; after it that of its input, and `saved` is free."""
-        F, saved = self.shape.intermediate_size, self.saved
-        self.down.backward(ledger, accumulated=accumulated)
-        ledger.free(saved["x of down"] - self.down.saved)
-        ledger.take(self._bf16(2 * F))
-        ledger.free(self._bf16(F) + saved["gate_up"])
-        self.gate_up.backward(ledger, accumulated=accumulated)
-        ledger.free(self._bf16(2 * F) + saved["x of gate_up"] - self.gate_up.saved)
-        self._norm_backward(ledger)
+        fused = self._casts(self.gate_up, self.down)
+        self.down.backward(ledger, accumulated=accumulated and not fused)
+        ledger.free(self.saved["x of down"] - self.down.saved)
+        halves, made_of = self._bf16(self.gate_up.out_features), self._bf16(self.down.in_features)
+        if fused:
+            self.gate_up.backward_of_casts(ledger, made_of=made_of + halves)
+            self._norm_backward(ledger)
+            ledger.free(self.gate_up.gradient + self.down.gradient, when=accumulated)
+        else:
+            ledger.take(halves)
+            ledger.free(made_of + halves)
+            self._norm_linear_backward(ledger, self.gate_up, accumulated)
         self.o.backward(ledger, accumulated=accumulated)
         self._attention_backward(ledger)
-        self.qkv.backward(ledger, accumulated=accumulated)
-        ledger.free(self._bf16(self.qkv.out_features) + saved["x of qkv"] - self.qkv.saved)
-        self._norm_backward(ledger)
+        self._norm_linear_backward(ledger, self.qkv, accumulated)
 
-    def _norm_backward(self, ledger: Ledger) -> None:
-        """Of a norm and the sum before it; its gradient and the residual's are held, and one of them after."""
+    def _norm_linear_backward(self, ledger: Ledger, linear: LinearPass, accumulated: bool) -> None:
+        """A linear layer and the norm before it; dY and the residual's gradient are held before, that of h after."""
+        fused, grad_y = self._casts(linear), self._bf16(linear.out_features)
+        linear.backward(ledger, accumulated=accumulated and not fused)
+        ledger.free(grad_y + self._bf16(self.shape.hidden_size) * linear.keeps_x, when=not fused)
+        self._norm_backward(ledger, fused=fused)
+        ledger.free(grad_y + linear.gradient * accumulated, when=fused)
+
+    def _norm_backward(self, ledger: Ledger, *, fused: bool = True) -> None:
+        """A norm and the sum before it; their two gradients are held before, and one of them after."""
         T, D = self.num_tokens, self.shape.hidden_size
         ledger.take(self._bf16(D))
         ledger.touch(_gain_partials(T, D))
         ledger.free(2 * self._bf16(D) + FP32 * T)  # dY, h
-        ledger.touch(self._bf16(D))
+        ledger.touch(self._bf16(D), when=not fused)  # the sum
         ledger.free(self._bf16(D))
 
     @property

@@ -15,7 +15,7 @@ PER_TENSOR = BOTH_WAYS | {"PER_COLUMN": False, "GIVEN": True, "COUNT": True}
 PER_COLUMN = PER_TENSOR | {"WORDS": 32, "PLAIN": False, "PER_COLUMN": True, "GIVEN": False, "COUNT": False}
 NORM = {"R": 1, "BLOCK_D": 4096, "D": 4096, "BITS": 20, "NORM_EPS": 1e-6}
 NORM_CAST = NORM | {"ADD": True, "PER_ROW": False, "POWER_OF_TWO": False}
-NORM_BACKWARD = {"R": 1, "BLOCK_D": 4096, "D": 4096}
+NORM_BACKWARD = {"R": 1, "BLOCK_D": 4096, "D": 4096, "ADD": True}
 HEADS = {"R": 32, "BLOCK_D": 128, "D": 128, "BITS": 23, "NORM_EPS": 1e-6}
 CASES = {
     "rows": (cast_kernels.rows_kernel, {"BLOCK_M": 1, "BLOCK_K": 4096, "POWER_OF_TWO": False}, 4),

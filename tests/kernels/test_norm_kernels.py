@@ -53,6 +53,10 @@ def check_backward(shape, device="cpu"):
     assert relative_error(grad_gain, exact_gain.grad) <= 5e-7
     again = rms_norm_backward(x, gain, inverse_rms, grad_y)
     assert torch.equal(again[0], grad_x) and torch.equal(again[1], grad_gain)
+    past = torch.randn(shape).bfloat16().to(device)
+    for added in (past, past[..., :1].expand(shape)):
+        found = rms_norm_backward(x, gain, inverse_rms, grad_y, added)
+        assert same(found[0], grad_x + added) and torch.equal(found[1], grad_gain)
 
 
 def check_fused(T, D, device="cpu", rounding="none"):
@@ -80,6 +84,11 @@ def check_fused(T, D, device="cpu", rounding="none"):
                 wrong = [i for i, part in enumerate(wanted) if not same(found[i].cpu(), part)]
                 assert not wrong, (T, D, added is None, quant_block, transposed, pad_to, wrong)
                 assert transposed or (found.q_t is None and found.scale_t is None)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward_on_a_cpu(shape):
+    check_backward(shape)
 
 
 @pytest.mark.parametrize("T, D", [(5, 576), (130, 200), (1, 1)])

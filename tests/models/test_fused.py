@@ -5,8 +5,9 @@ import pytest
 import torch
 from tiny_models import lay_end_to_end, random_prompts, tiny_config, tiny_decoder
 
+from octavo.kernels import norm
 from octavo.layers.attention import PackedAttention
-from octavo.models import fused
+from octavo.models import fused, fused_functions
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 
 SHAPES = {
@@ -21,16 +22,45 @@ def hidden(decoder, grad=False):
         return decoder(tokens, positions, PackedAttention(cu_seqlens, decoder.recipe.kv_cache))
 
 
+def trained(decoder, lengths=(40, 77, 11)):
+    """Log-probabilities of a batch, and the gradient of every parameter that has one."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(97, (length,), generator=generator).tolist() for length in lengths]
+    tokens, positions, cu_seqlens = (part.long() for part in lay_end_to_end(sequences))  # none are no integers
+    weights = torch.randn(len(tokens), generator=generator)
+    decoder.zero_grad()
+    states = decoder(tokens, positions, PackedAttention(cu_seqlens, decoder.recipe.kv_cache))
+    logprobs, _ = decoder.logprobs(states, tokens, 1.0)
+    (weights * logprobs).sum().backward()
+    return {"logprobs": logprobs.detach()} | {
+        name: parameter.grad for name, parameter in decoder.named_parameters() if parameter.grad is not None
+    }
+
+
+def counted(monkeypatch, module, *names):
+    """A list that the names of these functions of a module are added to as they are called."""
+    called = []
+    for name in names:
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda *args, name=name, function=function, **options: called.append(name) or function(*args, **options),
+        )
+    return called
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys() and len(found) > 1
+    different = [name for name in found if not torch.equal(found[name], wanted[name]) or not found[name].any()]
+    assert not different, different
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_the_same_bits_in_fewer_kernels(monkeypatch, recipe, shape):
     decoder = tiny_decoder(tiny_config("qwen3", **SHAPES[shape]), get_recipe(recipe))
-    casts = []
-    for name in ("add_rms_norm_cast", "swiglu_cast"):
-        cast = getattr(fused, name)
-        monkeypatch.setattr(
-            fused, name, lambda *args, cast=cast, **options: casts.append(cast) or cast(*args, **options)
-        )
+    casts = counted(monkeypatch, fused, "add_rms_norm_cast", "swiglu_cast")
     if decoder.dtype == torch.bfloat16:
         kernel_products.as_on_gpu(monkeypatch)
     training, rollout = hidden(decoder, grad=True), hidden(decoder)
@@ -47,3 +77,89 @@ def test_a_layer_that_is_kept_gets_its_norm_as_it_is(monkeypatch):
     decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), recipe)
     kernel_products.as_on_gpu(monkeypatch)
     assert torch.equal(hidden(decoder, grad=True), hidden(decoder))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("lengths", [(40, 77, 11), (2, 1), (130, 41)], ids=["whole block", "few", "ragged"])
+@pytest.mark.parametrize("family, shape", [("qwen3", "aligned"), ("qwen2", "ragged")])
+def test_gradients_of_the_same_bits_in_fewer_kernels(monkeypatch, family, shape, lengths, recompute):
+    decoder = tiny_decoder(tiny_config(family, **SHAPES[shape]), get_recipe("block128"))
+    kernel_products.as_on_gpu(monkeypatch)
+    casts = counted(monkeypatch, fused_functions, "add_rms_norm_cast", "swiglu_cast", "swiglu_backward_cast")
+    alone = counted(monkeypatch, norm, "rms_norm_forward")
+    decoder.recompute_layers = recompute
+    found = trained(decoder, lengths)
+    num_layers, forwards = len(decoder.layers), 2 if recompute else 1
+    assert casts.count("add_rms_norm_cast") == 2 * forwards * num_layers
+    assert casts.count("swiglu_cast") == forwards * num_layers and casts.count("swiglu_backward_cast") == num_layers
+    inside = casts.count("add_rms_norm_cast") + (2 * forwards * num_layers if decoder.config.qk_norm else 0)
+    assert len(alone) == inside + 1, "of norms that make an output, the last"
+    decoder.fuses = False
+    assert_equal(found, trained(decoder, lengths))
+    assert len(casts) == (3 * forwards + 1) * num_layers
+
+
+MIXED = {
+    "down kept": ({"keep_bf16": ("lm_head", "embed_tokens", "layers.0.mlp.down_proj")}, 4),
+    "gate and up kept": ({"keep_bf16": ("lm_head", "embed_tokens", "gate_proj", "up_proj")}, 2),
+    "q, k and v kept": ({"keep_bf16": ("lm_head", "embed_tokens", "q_proj", "k_proj", "v_proj")}, 2),
+    "power of two": ({"scale_rounding": "power_of_two"}, 4),
+    "X saved as it is": ({"saved_activations": "bf16"}, 0),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_only_what_the_recipe_casts_for_both_products_is_cast_early(monkeypatch, name):
+    changes, num_norms = MIXED[name]
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128", **changes))
+    kernel_products.as_on_gpu(monkeypatch)
+    casts = counted(monkeypatch, fused_functions, "add_rms_norm_cast")
+    found = trained(decoder)
+    assert len(casts) == num_norms
+    decoder.fuses = False
+    assert_equal(found, trained(decoder))
+
+
+def test_an_empty_batch_has_gradients_of_zero(monkeypatch):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["ragged"]), get_recipe("block128"))
+    kernel_products.as_on_gpu(monkeypatch)
+    found = trained(decoder, ())
+    assert found.keys() == {"logprobs", *(name for name, _ in decoder.named_parameters())}
+    assert not any(tensor.any() for tensor in found.values())
+
+
+@pytest.mark.parametrize(
+    "frozen, num_norms", [("weight", 0), ("norm", 4), ("embed_tokens", 4), ("down_proj", 4), ("layers.0", 2)]
+)
+def test_frozen_parameters_have_no_gradient_and_change_no_other(monkeypatch, frozen, num_norms):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128"))
+    kernel_products.as_on_gpu(monkeypatch)
+    whole = trained(decoder)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(frozen not in name or name == "lm_head")
+    casts = counted(monkeypatch, fused_functions, "add_rms_norm_cast")
+    assert_equal(trained(decoder), {name: grad for name, grad in whole.items() if frozen not in name})
+    assert len(casts) == num_norms, "a frozen weight saves nothing"
+
+
+def test_a_second_backward_needs_the_graph_kept(monkeypatch):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128"))
+    kernel_products.as_on_gpu(monkeypatch)
+    loss = hidden(decoder, grad=True).float().square().sum()
+    loss.backward(retain_graph=True)
+    reached = [parameter for parameter in decoder.parameters() if parameter.grad is not None]
+    once = [parameter.grad.clone() for parameter in reached]
+    loss.backward()
+    assert once and all(torch.equal(parameter.grad, 2 * grad) for parameter, grad in zip(reached, once, strict=True))
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["qkv_proj", "gate_up_proj", "down_proj"])
+def test_a_backward_after_a_weight_was_rewritten_is_refused(monkeypatch, name):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128"))
+    kernel_products.as_on_gpu(monkeypatch)
+    loss = hidden(decoder, grad=True).float().sum()
+    getattr(decoder.layers[1], name).requantize_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
