@@ -81,7 +81,8 @@ def decode_attention(
         DH=Dh,
         PAGE=page_size,
         STAGES=stages,
-        num_warps=1,
+        WARPS=warps,
+        num_warps=warps,
         enable_fp_fusion=False,
     )
     return out, logsumexp
@@ -91,17 +92,18 @@ def decode_attention(
 def decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, logsumexp_ptr, tiles_ptr, table_ptr, factor, stride_table,
     H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One warp for a KV head and a query; arguments as of `attention_kernel`."""
+    """A KV head and a query; arguments as of `attention_kernel`. Warps share keys, and then widths."""
     GROUP: gl.constexpr = H // HKV
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], warps_per_cta=[1, WARPS], instr_shape=[16, 8])
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
     by_key: gl.constexpr = gl.SliceLayout(0, mma)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     CHUNKS: gl.constexpr = DH // 16  # of 16 bytes in a key
-    copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
+    copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 // CHUNKS, CHUNKS], [WARPS, 1], [1, 0])
     copied_rows: gl.constexpr = gl.SliceLayout(1, copied)
-    scales: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    scales: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     phases: gl.constexpr = 8 // CHUNKS  # keys of 128 bytes
     codes: gl.constexpr = gl.SwizzledSharedLayout(16, phases, CHUNKS, [1, 0])
     pairs: gl.constexpr = gl.SwizzledSharedLayout(8, phases, CHUNKS, [1, 0])
