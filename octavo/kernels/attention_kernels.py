@@ -5,7 +5,8 @@ walks the keys in blocks of 64, in ascending order. Of a block, a row takes its 
 of its weights, which are whole numbers of 2**-23 and add exactly; and two products, each a chain over keys or widths in
 the tensor cores. So a row's bits depend on its query and the keys it sees, not on the tile, its warps or its batch.
 
-With FP8 keys and values, codes are multiplied in FP16. A key's scale multiplies its scores. A value's scale multiplies
+With FP8 keys and values, codes are multiplied in FP16, and may come as such: tiles of many queries would else convert
+them again and again. A key's scale multiplies its scores. A value's scale multiplies
 its weight, relative to the largest scale that the row has seen up to the end of the block: the weights stay at most 1,
 and the sum is moved by a power of two when that largest scale grows, which changes no bit.
 """
@@ -33,13 +34,14 @@ _CURE = constexpr(INTERPRETED)
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, logsumexp_ptr, tiles_ptr, table_ptr, factor, stride_table,
     H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    PAGE: tl.constexpr, FP8: tl.constexpr,
+    PAGE: tl.constexpr, STARTS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One program for a KV head and a tile of queries.
 
     Args:
         tiles_ptr: [tiles, 4] int32: first packed query, queries, position of the first, sequence.
-        table_ptr: [sequences, stride_table] pages; unread where PAGE is 0, as keys then lie beside their queries.
+        table_ptr: [sequences, stride_table] pages; where PAGE is 0, [sequences] int64 of each one's first key among
+            packed ones if STARTS, else unread, as keys lie beside their queries.
         factor: softmax_scale * log2(e).
     """
     GROUP: tl.constexpr = H // HKV
@@ -61,7 +63,10 @@ def attention_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     unit = 0.0
-    origin = (first_query - first_position).to(tl.int64)
+    if STARTS:
+        origin = tl.load(table_ptr + sequence)
+    else:
+        origin = (first_query - first_position).to(tl.int64)
     table_ptr += sequence.to(tl.int64) * stride_table
     num_keys = first_position + num_queries
     num_full = (first_position + 1) // _KV_BLOCK  # blocks that every row sees whole
@@ -148,12 +153,12 @@ def product(a, b, acc):
 
 @triton.jit
 def _half(codes):
-    """E4M3 codes as FP16.
+    """E4M3 codes as FP16, if they are not yet.
 
     Not by `codes.to(tl.float16)`: Triton then knows that they were bytes, and has the products of small tiles take keys
     in another order than those of large ones.
     """
-    if _CURE:
+    if codes.dtype == tl.float16 or _CURE:
         return codes.to(tl.float16)
     else:
         return tl.inline_asm_elementwise(

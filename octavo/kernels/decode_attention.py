@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK
-from octavo.kernels.triton_shim import ampere, constexpr, gl, gluon, tl
+from octavo.kernels.triton_shim import ampere, constexpr, copy_async, gl, gluon, tl
 
 WIDTHS = (64, 128)
 """Head widths that the kernel takes."""
@@ -46,6 +46,7 @@ def decode_attention(
     page_table: Tensor,
     page_size: int,
     stages: int,
+    warps: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query of each sequence over its pages.
 
@@ -58,6 +59,7 @@ def decode_attention(
         page_table: [N, pages] int, pages of each sequence in order.
         page_size: tokens in a page.
         stages: STAGES or FEW_STAGES.
+        warps: of a program, 1, 2 or 4.
 
     Returns:
         [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
@@ -204,10 +206,10 @@ def _copy(
 ):  # fmt: skip
     """Start the copies of a block of keys and values and their scales."""
     at = (rows * HKV + kv_head).expand_dims(1) * DH + column
-    ampere.async_copy.async_copy_global_to_shared(k_tiles.index(stage), k_ptr + at)
-    ampere.async_copy.async_copy_global_to_shared(v_tiles.index(stage), v_ptr + at)
-    ampere.async_copy.async_copy_global_to_shared(k_scales.index(stage), k_scale_ptr + few * HKV + kv_head)
-    ampere.async_copy.async_copy_global_to_shared(v_scales.index(stage), v_scale_ptr + few * HKV + kv_head)
+    copy_async(k_tiles.index(stage), k_ptr + at)
+    copy_async(v_tiles.index(stage), v_ptr + at)
+    copy_async(k_scales.index(stage), k_scale_ptr + few * HKV + kv_head)
+    copy_async(v_scales.index(stage), v_scale_ptr + few * HKV + kv_head)
 
 
 @gluon.jit

@@ -102,17 +102,19 @@ def attention_forward(
     softmax_scale: float,
     page_table: Tensor | None = None,
     page_size: int = 0,
+    key_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of each query over the keys of its sequence up to its own position.
 
     Args:
         q: [T, H, Dh] bf16, contiguous.
-        k, v: [slots, Hkv, Dh] e4m3 or bf16, contiguous; packed beside the queries where there is no page table.
-        k_scale, v_scale: [slots, Hkv] fp32 powers of two, or None where k and v are bf16.
+        k, v: [slots, Hkv, Dh] bf16 or codes, e4m3 or as fp16, contiguous; packed where there is no page table.
+        k_scale, v_scale: [slots, Hkv] fp32 powers of two, of codes; None where k and v are bf16.
         tiles: of `tiles_of`.
         softmax_scale: multiplies the scores.
         page_table: [N, pages] int, pages of each sequence in order.
         page_size: tokens in a page.
+        key_starts: [N] int64, slot of the first key of each sequence where keys are packed, but not beside queries.
 
     Returns:
         [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
@@ -121,9 +123,10 @@ def attention_forward(
     num_programs, factor = Hkv * len(tiles.table), softmax_scale * LOG2_E
     if T and page_table is not None and k_scale is not None and v_scale is not None and _decodes_fp8(tiles, Dh):
         stages = STAGES if num_programs >= FEW_PROGRAMS else FEW_STAGES
-        return decode_attention(q, k, v, k_scale, v_scale, tiles.table, factor, page_table, page_size, stages)
+        return decode_attention(q, k, v, k_scale, v_scale, tiles.table, factor, page_table, page_size, stages, 4)
     out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
     if T:
+        where = next((x for x in (page_table, key_starts) if x is not None), tiles.table)
         attention_kernel[(num_programs,)](
             q,
             k,
@@ -133,7 +136,7 @@ def attention_forward(
             out,
             logsumexp,
             tiles.table,
-            tiles.table if page_table is None else page_table,
+            where,
             factor,
             0 if page_table is None else page_table.stride(0),
             H=H,
@@ -142,6 +145,7 @@ def attention_forward(
             BLOCK_D=block_width(Dh),
             ROWS=tiles.rows,
             PAGE=page_size,
+            STARTS=key_starts is not None,
             FP8=k_scale is not None,
             num_warps=num_warps(tiles.rows, num_programs),
             num_stages=3,

@@ -42,9 +42,10 @@ try:
     hopper: Any = triton_module("experimental.gluon.language.nvidia.hopper")
     gdc: Any = triton_module("language.extra.cuda")
     tma_load: Any = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # until 3.6
+    copy_async: Any = getattr(ampere.async_copy, "async_load", None) or ampere.async_copy.async_copy_global_to_shared
     HAS_GLUON = True
 except (ImportError, AttributeError):  # another triton: the kernels in plain Triton give the same bits
-    gluon, gl, ampere, hopper, gdc, tma_load = _Absent(), _Absent(), None, None, None, None
+    gluon, gl, ampere, hopper, gdc, tma_load, copy_async = _Absent(), _Absent(), None, None, None, None, None
     HAS_GLUON = False
 
 

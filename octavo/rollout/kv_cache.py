@@ -24,6 +24,10 @@ from octavo.numerics.fp8 import E4M3
 from octavo.numerics.recipe import StorageFormat
 
 
+MAX_GATHERED = 2
+"""Keys for each new token, up to which a prefill lays the keys of its sequences end to end."""
+
+
 class KVCache:
     """Storage of every layer's keys and values.
 
@@ -93,8 +97,18 @@ def _indexable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == E4M3 else x
 
 
+def gathered(stored: StoredKV, slots: Tensor) -> StoredKV:
+    """Keys or values at slots [S], side by side; codes as FP16, which products of many queries take them in."""
+    rows = stored.values.flatten(1).view(torch.uint8)
+    rows = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows  # eight bytes at a time
+    values = rows[slots].view(stored.values.dtype).view(-1, *stored.values.shape[1:])
+    return StoredKV(values, None) if stored.scale is None else StoredKV(values.half(), stored.scale[slots])
+
+
 class PagedAttention:
     """The engine's attention context: a ragged batch of sequences, each with new tokens and a page table.
+
+    Many queries on a GPU read their keys gathered from the pages.
 
     Args:
         cache: written and read in place.
@@ -102,6 +116,9 @@ class PagedAttention:
         first_positions: position of each sequence's first new token.
         num_new: new tokens of each sequence; they lie packed in this order.
     """
+
+    _gathered_keys: tuple[Tensor, Tensor] | None = None
+    """Slots of the keys of all sequences end to end, and where each sequence begins among them."""
 
     def __init__(self, cache: KVCache, page_table: Tensor, first_positions: list[int], num_new: list[int]) -> None:
         self.cache, device = cache, page_table.device
@@ -116,13 +133,15 @@ class PagedAttention:
         """[T] int64, slot of every new token."""
         self._page_table, self._chunks = page_table, []
         self._tiles: Tiles | None = None
+        ends = [start + count for start, count in zip(first_positions, num_new, strict=True)]
         if has_kernel(cache.k):
             group = cache.num_heads // cache.num_kv_heads
             tile_rows = DECODE_ROWS if max(num_new, default=0) * group <= DECODE_ROWS else PREFILL_ROWS
             boundaries = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
             self._tiles = tiles_of(boundaries, starts, len(sequence), group, tile_rows)
+            if tile_rows == PREFILL_ROWS and sum(ends) <= MAX_GATHERED * len(sequence):
+                self._gathered_keys = _end_to_end(slots, torch.tensor(ends, device=device))
             return
-        ends = [start + count for start, count in zip(first_positions, num_new, strict=True)]
         for chunk in _chunks_of_sequences(num_new, ends, cache.num_heads):
             rows = torch.arange(max(num_new[chunk]), device=device)
             inside = rows < counts[chunk, None]  # [n, R]
@@ -152,9 +171,12 @@ class PagedAttention:
         q = self.cache.write(layer, self.slot_mapping, q, k, v, transform)
         if self._tiles is not None:
             keys, values = self.cache.stored(layer)
+            page_table, page_size, starts = self._page_table, self.cache.page_size, None
+            if self._gathered_keys is not None:
+                page_table, page_size, (slots, starts) = None, 0, self._gathered_keys
+                keys, values = gathered(keys, slots), gathered(values, slots)
             operands = q, keys.values, values.values, keys.scale, values.scale
-            table, page_size = self._page_table, self.cache.page_size
-            return attention_forward(*operands, self._tiles, softmax_scale, table, page_size)[0]
+            return attention_forward(*operands, self._tiles, softmax_scale, page_table, page_size, starts)[0]
         p_dtype = probability_dtype(self.cache.kv_format)
         out = torch.empty_like(q)
         for inside, index, query_positions, slots in self._chunks:
@@ -172,6 +194,13 @@ class _PagedDecode(PagedAttention):
         page = page_table.gather(1, (positions // size)[:, None]).squeeze(1)
         self.slot_mapping = page.long() * size + positions % size
         self._tiles = decode_tiles(positions, cache.num_heads // cache.num_kv_heads)
+
+
+def _end_to_end(slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The first `lengths` [N] of slots [N, S] one after another, and where each row begins among them."""
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    starts = lengths.cumsum(0) - lengths
+    return slots[row, torch.arange(len(row), device=lengths.device) - starts[row]], starts
 
 
 def _chunks_of_sequences(num_new: list[int], ends: list[int], num_heads: int) -> Iterator[slice]:

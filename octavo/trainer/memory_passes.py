@@ -14,6 +14,7 @@ from octavo.kernels.norm import BACKWARD_PROGRAMS, TILE_ELEMENTS
 from octavo.models.config import DecoderConfig
 from octavo.models.fused import PADDING, saves_blocks
 from octavo.numerics.recipe import Recipe
+from octavo.rollout.kv_cache import MAX_GATHERED
 from octavo.trainer.memory_linear import BF16, FP32, INT64, Ledger, LinearPass
 
 
@@ -123,7 +124,7 @@ class LayerPass:
 
     def _attend(self, ledger: Ledger) -> None:
         """qkv is held before; after it the output of attention and its logsumexp too."""
-        with ledger.holding(self._turned + (0 if self.paged else self._stored_kv)):
+        with ledger.holding(self._turned + self._stored_kv * (MAX_GATHERED if self.paged else 1)):
             ledger.take(self._bf16(self.o.in_features) + FP32 * self.num_tokens * self.shape.num_heads)
 
     def infer(self, ledger: Ledger, *, first: bool) -> None:
@@ -214,8 +215,8 @@ class LayerPass:
 
     @property
     def _stored_kv(self) -> int:
-        """Keys and values of a packed batch."""
-        per_head = self.shape.head_dim + FP32 if self.recipe.kv_cache == "fp8" else BF16 * self.shape.head_dim
+        """Keys and values of as many tokens, side by side."""
+        per_head = BF16 * self.shape.head_dim + FP32 * (self.recipe.kv_cache == "fp8")  # codes in FP16, and a scale
         return 2 * self.num_tokens * self.shape.num_kv_heads * per_head
 
     def _attention_backward(self, ledger: Ledger) -> None:

@@ -47,22 +47,22 @@ def shape(head_dim, heads=32, kv_heads=8):
 
 def forward(rows, head_dim, page_size, fp8, num_programs=FEW_PROGRAMS):
     """`attention_kernel` as it is launched for this many programs."""
-    stored = "*fp8e4nv" if fp8 else "*bf16"
+    stored = ("*fp8e4nv" if page_size else "*fp16") if fp8 else "*bf16"
     signature = {"q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, **SCALES, "out_ptr": "*bf16"}
     signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i64", "factor": "fp32"}
-    constants = shape(head_dim) | {"ROWS": rows, "PAGE": page_size, "FP8": fp8}
+    constants = shape(head_dim) | {"ROWS": rows, "PAGE": page_size, "STARTS": False, "FP8": fp8}
     options = {"num_warps": num_warps(rows, num_programs), "num_stages": 3, **UNFUSED}
     return compiled(attention_kernels.attention_kernel, signature | {"stride_table": "i32"}, constants, **options)
 
 
-def fp8_decode(head_dim, stages):
+def fp8_decode(head_dim, warps, stages):
     """`decode_attention_kernel`."""
     signature = {"q_ptr": "*bf16", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", **SCALES, "out_ptr": "*bf16"}
     signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i32", "factor": "fp32"}
     signature |= {"stride_table": "i32"}
-    constants = {"H": 32, "HKV": 8, "DH": head_dim, "PAGE": 16, "STAGES": stages}
+    constants = {"H": 32, "HKV": 8, "DH": head_dim, "PAGE": 16, "STAGES": stages, "WARPS": warps}
     kernel = decode_attention.decode_attention_kernel
-    return compiled(kernel, signature, constants, GluonASTSource, num_warps=1, enable_fp_fusion=False)
+    return compiled(kernel, signature, constants, GluonASTSource, num_warps=warps, enable_fp_fusion=False)
 
 
 def backward(name, head_dim):
@@ -106,7 +106,7 @@ def rotate_back(head_dim):
 def every_variant():
     """Name and compilation of each kernel for each width, KV format and way to lie in memory."""
     for width, stages in product(decode_attention.WIDTHS, (decode_attention.STAGES, decode_attention.FEW_STAGES)):
-        yield f"codes fp8 {width} {stages}", partial(fp8_decode, width, stages)
+        yield f"codes fp8 {width} {stages}", partial(fp8_decode, width, 4, stages)
     for width in (64, 96, 128):
         for kv_format, fp8 in (("bf16", False), ("fp8", True)):
             yield f"decode {kv_format} {width}", partial(forward, 16, width, 16, fp8)
