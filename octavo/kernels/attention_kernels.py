@@ -30,10 +30,10 @@ _CURE = constexpr(INTERPRETED)
 """Triton's interpreter multiplies the raw bits of BF16, and sums in an order of its own for each tile height."""
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["stride_table", "num_slots"])
 def attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, logsumexp_ptr, tiles_ptr, table_ptr, factor, stride_table,
-    H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    num_slots, H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     PAGE: tl.constexpr, STARTS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One program for a KV head and a tile of queries.
@@ -43,6 +43,7 @@ def attention_kernel(
         table_ptr: [sequences, stride_table] pages; where PAGE is 0, [sequences] int64 of each one's first key among
             packed ones if STARTS, else unread, as keys lie beside their queries.
         factor: softmax_scale * log2(e).
+        num_slots: where PAGE is 0, scales are [Hkv, num_slots]: a thread that needs many has one address to work out.
     """
     GROUP: tl.constexpr = H // HKV
     kv_head = tl.program_id(0) % HKV
@@ -68,6 +69,9 @@ def attention_kernel(
     else:
         origin = (first_query - first_position).to(tl.int64)
     table_ptr += sequence.to(tl.int64) * stride_table
+    if PAGE == 0:
+        k_scale_ptr += kv_head.to(tl.int64) * num_slots + origin
+        v_scale_ptr += kv_head.to(tl.int64) * num_slots + origin
     num_keys = first_position + num_queries
     num_full = (first_position + 1) // _KV_BLOCK  # blocks that every row sees whole
     for block in range(0, num_full):
@@ -102,14 +106,17 @@ def _attend_block(
     key = block * _KV_BLOCK + tl.arange(0, _KV_BLOCK)
     inside = key < num_keys
     if PAGE > 0:
-        page = tl.load(table_ptr + key // PAGE, mask=inside, other=0)
+        page = _load(table_ptr + key // PAGE, inside, 0, MASKED)
         slot = page.to(tl.int64) * PAGE + key % PAGE
     else:
         slot = origin + key
     k = load_rows(k_ptr, slot * HKV + kv_head, inside, DH, BLOCK_D, MASKED)
     if FP8:
         k = _half(k)
-        factor *= tl.load(k_scale_ptr + slot * HKV + kv_head, mask=inside, other=1.0)[None, :]
+        scale_at = key
+        if PAGE > 0:
+            scale_at = slot * HKV + kv_head
+        factor *= _load(k_scale_ptr + scale_at, inside, 1.0, MASKED)[None, :]
     scores = product(q, tl.trans(k), tl.zeros([q.shape[0], _KV_BLOCK], tl.float32)) * factor
     visible = key[None, :] <= position[:, None]
     if MASKED:
@@ -120,7 +127,7 @@ def _attend_block(
     total = total * moved + tl.sum((p + 1.0).to(tl.int32, bitcast=True) - _ONE_BITS, axis=1).to(tl.float32)
     v = load_rows(v_ptr, slot * HKV + kv_head, inside, DH, BLOCK_D, MASKED)
     if FP8:
-        v_scale = tl.load(v_scale_ptr + slot * HKV + kv_head, mask=inside, other=0.0)
+        v_scale = _load(v_scale_ptr + scale_at, inside, 0.0, MASKED)
         v, broken = _half(v), v_scale != v_scale
         if MASKED:
             seen = tl.where(visible, v_scale[None, :], 0.0)
@@ -140,6 +147,15 @@ def _attend_block(
     if MASKED:  # a weight of 0 would not hide a value that is not finite from earlier queries
         v = tl.where(broken[:, None], 0.0, v)
     return product(weights, v, acc * moved[:, None]), total, now, unit
+
+
+@triton.jit
+def _load(ptr, inside, other, MASKED: tl.constexpr):
+    """Those inside, if not all are."""
+    if MASKED:
+        return tl.load(ptr, mask=inside, other=other)
+    else:
+        return tl.load(ptr)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ that is what its kernel waits for. Here codes are read from shared memory once, 
     V   codes are taken in pairs of widths, which are transposed as 16-bit numbers are; a byte permutation makes pairs
         of keys of them, for two sums: of even widths and of odd ones.
 
-So each product adds the same 16 numbers as in a tile of any other height, in blocks of ascending order. One warp serves
-the query heads of one KV head of a sequence; copies of three blocks of keys are under way while it multiplies.
+So each product adds the same 16 numbers as in a tile of any other height, in blocks of ascending order. The warps of a
+program, which serves the query heads of one KV head of a sequence, share the keys of a block in its scores and the
+widths in its sum; the next block is copied while they multiply.
 """
 
 from __future__ import annotations
@@ -18,15 +19,24 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK
-from octavo.kernels.triton_shim import ampere, constexpr, copy_async, gl, gluon, tl
+from octavo.kernels.triton_shim import (
+    HAS_REINTERPRET,
+    ampere,
+    constexpr,
+    copy_async,
+    gl,
+    gluon,
+    thread_barrier,
+    tl,
+)
 
 WIDTHS = (64, 128)
 """Head widths that the kernel takes."""
 ROWS = 16
-STAGES = 3
-"""Blocks of keys in shared memory, for many programs ..."""
-FEW_STAGES = 8
-"""... and where few programs share a multiprocessor."""
+STAGES = 2
+"""Blocks of keys in shared memory; with more, fewer programs share a multiprocessor."""
+WARPS = 4
+"""Of a program: most for a few long sequences."""
 _KV_BLOCK = constexpr(KV_BLOCK)
 _ROWS = constexpr(ROWS)
 _LN_2 = constexpr(0.6931471805599453)
@@ -45,8 +55,6 @@ def decode_attention(
     factor: float,
     page_table: Tensor,
     page_size: int,
-    stages: int,
-    warps: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query of each sequence over its pages.
 
@@ -58,8 +66,6 @@ def decode_attention(
         factor: softmax_scale * log2(e).
         page_table: [N, pages] int, pages of each sequence in order.
         page_size: tokens in a page.
-        stages: STAGES or FEW_STAGES.
-        warps: of a program, 1, 2 or 4.
 
     Returns:
         [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
@@ -82,9 +88,9 @@ def decode_attention(
         HKV=Hkv,
         DH=Dh,
         PAGE=page_size,
-        STAGES=stages,
-        WARPS=warps,
-        num_warps=warps,
+        STAGES=STAGES,
+        WARPS=WARPS,
+        num_warps=WARPS,
         enable_fp_fusion=False,
     )
     return out, logsumexp
@@ -147,7 +153,7 @@ def decode_attention_kernel(
     unit = 0.0
     for block in range(0, num_blocks):
         ampere.async_copy.wait_group(STAGES - 2)
-        gl.thread_barrier()
+        thread_barrier()
         ahead = block + STAGES - 1
         if ahead < num_blocks:
             _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, kv_head, k_tiles, v_tiles, k_scales,
@@ -224,12 +230,15 @@ def _key_operand(tile, DH: gl.constexpr, mma: gl.constexpr):
 @gluon.jit
 def _value_operands(tile, DH: gl.constexpr, mma: gl.constexpr, pairs: gl.constexpr):
     """V [64, DH / 2] in FP16 of the even widths and of the odd ones."""
-    words = tile._reinterpret(gl.int16, [_KV_BLOCK, DH // 2], pairs).load(gl.DotOperandLayout(1, mma, 2))
+    if HAS_REINTERPRET:
+        words = tile.reinterpret(gl.int16, [_KV_BLOCK, DH // 2], pairs)
+    else:
+        words = tile._reinterpret(gl.int16, [_KV_BLOCK, DH // 2], pairs)
     return gl.inline_asm_elementwise(
         "{ .reg .b32 bytes; .reg .b16 low, high; prmt.b32 bytes, $2, $2, 0x3120; mov.b32 {low, high}, bytes; "
         "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
         "=r,=r,r",
-        [words],
+        [words.load(gl.DotOperandLayout(1, mma, 2))],
         dtype=(gl.float16, gl.float16),
         is_pure=True,
         pack=2,

@@ -124,7 +124,9 @@ def write_heads(
     return out, inverse_rms
 
 
-def empty_kv(shape: tuple[int, ...], kv_format: StorageFormat, device: torch.device, codes: torch.dtype = E4M3) -> StoredKV:
+def empty_kv(
+    shape: tuple[int, ...], kv_format: StorageFormat, device: torch.device, codes: torch.dtype = E4M3
+) -> StoredKV:
     """Room for keys or values [..., Hkv, Dh], in FP8 for codes of a dtype that holds them."""
     values = torch.empty(shape, dtype=codes if kv_format == "fp8" else torch.bfloat16, device=device)
     return StoredKV(values, torch.empty(shape[:-1], device=device) if kv_format == "fp8" else None)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.kernels import decode_attention, prefill_attention
 from octavo.kernels.attention_kernels import KV_BLOCK, LOG2_E, attention_kernel
-from octavo.kernels.decode_attention import FEW_STAGES, STAGES, WIDTHS, decode_attention
 from octavo.kernels.device import on_gpu
 from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, triton
 
@@ -18,6 +18,7 @@ DECODE_ROWS = 16
 PREFILL_ROWS = 64
 FEW_PROGRAMS = 512
 """Fewer programs of DECODE_ROWS than this get two warps each."""
+_GLUON_RUNS = HAS_GLUON and not INTERPRETED
 UNFUSED = {"enable_fp_fusion": False}
 """A product and a sum are two roundings everywhere: blocks that all rows see and others are compiled apart."""
 
@@ -122,11 +123,14 @@ def attention_forward(
     (T, H, Dh), Hkv = q.shape, k.shape[1]
     num_programs, factor = Hkv * len(tiles.table), softmax_scale * LOG2_E
     if T and page_table is not None and k_scale is not None and v_scale is not None and _decodes_fp8(tiles, Dh):
-        stages = STAGES if num_programs >= FEW_PROGRAMS else FEW_STAGES
-        return decode_attention(q, k, v, k_scale, v_scale, tiles.table, factor, page_table, page_size, stages, 4)
+        return decode_attention.decode_attention(q, k, v, k_scale, v_scale, tiles.table, factor, page_table, page_size)
+    if T and page_table is None and _prefills(tiles, Dh, k):
+        return prefill_attention.prefill_attention(q, k, v, k_scale, v_scale, tiles.table, factor, key_starts)
     out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
     if T:
         where = next((x for x in (page_table, key_starts) if x is not None), tiles.table)
+        if page_table is None and k_scale is not None and v_scale is not None:
+            k_scale, v_scale = k_scale.T.contiguous(), v_scale.T.contiguous()
         attention_kernel[(num_programs,)](
             q,
             k,
@@ -139,6 +143,7 @@ def attention_forward(
             where,
             factor,
             0 if page_table is None else page_table.stride(0),
+            len(k),
             H=H,
             HKV=Hkv,
             DH=Dh,
@@ -156,7 +161,13 @@ def attention_forward(
 
 def _decodes_fp8(tiles: Tiles, head_dim: int) -> bool:
     """Whether the faster kernel takes these tiles over FP8 pages; it gives the same bits."""
-    return HAS_GLUON and not INTERPRETED and tiles.one_query and tiles.rows == DECODE_ROWS and head_dim in WIDTHS
+    return _GLUON_RUNS and tiles.one_query and tiles.rows == DECODE_ROWS and head_dim in decode_attention.WIDTHS
+
+
+def _prefills(tiles: Tiles, head_dim: int, k: Tensor) -> bool:
+    """Whether the faster kernel takes these tiles over packed keys; it gives the same bits."""
+    takes = head_dim in prefill_attention.WIDTHS and k.itemsize == 2
+    return _GLUON_RUNS and takes and tiles.rows == prefill_attention.ROWS
 
 
 def has_kernel(x: Tensor) -> bool:

@@ -43,9 +43,12 @@ try:
     gdc: Any = triton_module("language.extra.cuda")
     tma_load: Any = getattr(hopper.tma, "async_load", None) or hopper.tma.async_copy_global_to_shared  # until 3.6
     copy_async: Any = getattr(ampere.async_copy, "async_load", None) or ampere.async_copy.async_copy_global_to_shared
+    thread_barrier: Any = getattr(gl, "thread_barrier", None) or gl.barrier  # from 3.7
+    HAS_REINTERPRET = constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # likewise
     HAS_GLUON = True
 except (ImportError, AttributeError):  # another triton: the kernels in plain Triton give the same bits
-    gluon, gl, ampere, hopper, gdc, tma_load, copy_async = _Absent(), _Absent(), None, None, None, None, None
+    gluon, gl = _Absent(), _Absent()
+    ampere = hopper = gdc = tma_load = copy_async = thread_barrier = HAS_REINTERPRET = None
     HAS_GLUON = False
 
 

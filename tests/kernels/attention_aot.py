@@ -52,17 +52,21 @@ def forward(rows, head_dim, page_size, fp8, num_programs=FEW_PROGRAMS):
     signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i64", "factor": "fp32"}
     constants = shape(head_dim) | {"ROWS": rows, "PAGE": page_size, "STARTS": False, "FP8": fp8}
     options = {"num_warps": num_warps(rows, num_programs), "num_stages": 3, **UNFUSED}
-    return compiled(attention_kernels.attention_kernel, signature | {"stride_table": "i32"}, constants, **options)
+    signature |= {"stride_table": "i32", "num_slots": "i32"}
+    return compiled(attention_kernels.attention_kernel, signature, constants, **options)
 
 
-def fp8_decode(head_dim, warps, stages):
+def fp8_decode(head_dim):
     """`decode_attention_kernel`."""
     signature = {"q_ptr": "*bf16", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", **SCALES, "out_ptr": "*bf16"}
     signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i32", "factor": "fp32"}
     signature |= {"stride_table": "i32"}
-    constants = {"H": 32, "HKV": 8, "DH": head_dim, "PAGE": 16, "STAGES": stages, "WARPS": warps}
+    constants = {"H": 32, "HKV": 8, "DH": head_dim, "PAGE": 16}
+    constants |= {"STAGES": decode_attention.STAGES, "WARPS": decode_attention.WARPS}
     kernel = decode_attention.decode_attention_kernel
-    return compiled(kernel, signature, constants, GluonASTSource, num_warps=warps, enable_fp_fusion=False)
+    return compiled(
+        kernel, signature, constants, GluonASTSource, num_warps=decode_attention.WARPS, enable_fp_fusion=False
+    )
 
 
 def backward(name, head_dim):
@@ -105,8 +109,8 @@ def rotate_back(head_dim):
 
 def every_variant():
     """Name and compilation of each kernel for each width, KV format and way to lie in memory."""
-    for width, stages in product(decode_attention.WIDTHS, (decode_attention.STAGES, decode_attention.FEW_STAGES)):
-        yield f"codes fp8 {width} {stages}", partial(fp8_decode, width, 4, stages)
+    for width in decode_attention.WIDTHS:
+        yield f"codes fp8 {width}", partial(fp8_decode, width)
     for width in (64, 96, 128):
         for kv_format, fp8 in (("bf16", False), ("fp8", True)):
             yield f"decode {kv_format} {width}", partial(forward, 16, width, 16, fp8)
@@ -124,7 +128,7 @@ def every_variant():
 
 SOME = (
     *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
-    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "codes fp8 128 3"),
+    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "codes fp8 128"),
 )
 """Every kernel and width once at least."""
 

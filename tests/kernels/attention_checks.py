@@ -109,6 +109,32 @@ def paged(p, first, rows, sequences=None):
     return *out, index
 
 
+def widened(stored):
+    """Codes as FP16, which kernels of many queries take."""
+    return stored if stored.scale is None else StoredKV(stored.values.half(), stored.scale)
+
+
+def apart(p, first, rows):
+    """Output and logsumexp of the queries from `first` on over packed keys, in another order; and their packed rows."""
+    pieces, order = everyones(p), list(reversed(range(len(p.lengths))))
+    index = torch.cat([piece[min(first, len(piece) - 1) :] for piece in pieces])
+    firsts = torch.tensor([min(first, n - 1) for n in p.lengths], device=p.q.device)
+    lengths = torch.tensor(p.lengths, device=p.q.device)
+    boundaries = torch.nn.functional.pad((lengths - firsts).cumsum(0), (1, 0))
+    tiles = tiles_of(boundaries, firsts, len(index), p.group, rows)
+    keys = torch.cat([pieces[n] for n in order])
+    starts = torch.empty_like(lengths)
+    starts[order] = torch.nn.functional.pad(lengths[order].cumsum(0), (1, 0))[:-1]
+    stored = [None if x is None else x[keys] for x in (p.k.values, p.v.values, p.k.scale, p.v.scale)]
+    out = attention_forward(p.q[index], *stored, tiles, p.softmax_scale, key_starts=starts)
+    return *out, index
+
+
+def everyones(p):
+    """Packed rows of each sequence."""
+    return torch.arange(len(p.q), device=p.q.device).split(p.lengths)
+
+
 def assert_same(found, wanted, index, what):
     """Output and logsumexp of some rows are those of the whole, to the bit."""
     for name, part, whole in zip(("out", "logsumexp"), found, wanted, strict=True):
@@ -160,6 +186,12 @@ def check_same_bits(p, *, rows=(), chunks=()):
     everything = torch.arange(len(p.q), device=p.q.device)
     for height in rows:
         assert_same(packed(p, height), wanted, everything, f"packed by {height} rows")
+    wide = replace(p, k=widened(p.k), v=widened(p.v))
+    for height in (PREFILL_ROWS, *rows):
+        assert_same(packed(wide, height), wanted, everything, f"packed by {height} rows, codes as FP16")
+        for first in (0, 77):
+            *found, index = apart(wide, first, height)
+            assert_same(found, wanted, index, f"queries from {first} by {height} rows, keys elsewhere")
     for first in ([0] * len(p.lengths), *([min(c, n - 1) for n in p.lengths] for c in chunks)):
         *found, index = paged(p, first, PREFILL_ROWS)
         assert_same(found, wanted, index, f"prefill from {first}")
@@ -203,11 +235,13 @@ def check_bad_values(p):
         else:
             scale[token, -1] = torch.nan
             values.view(torch.uint8)[token, -1] = 0x7F
-        got = packed(replace(p, **{name: StoredKV(values, scale)}))[0]
+        damaged = replace(p, **{name: StoredKV(values, scale)})
+        got, wide = packed(damaged)[0], packed(replace(damaged, k=widened(damaged.k), v=widened(damaged.v)))[0]
         spoilt = torch.zeros(got.shape[:2], dtype=torch.bool, device=got.device)
         spoilt[token : p.lengths[0], -p.group :] = True
         assert got[spoilt].isnan().any(dim=-1).all(), name
         assert torch.equal(got[~spoilt], wanted[~spoilt]), name
+        assert torch.equal(got.nan_to_num(7.0), wide.nan_to_num(7.0)), f"{name}, codes as FP16"
 
 
 def check_damage_is_seen(p):

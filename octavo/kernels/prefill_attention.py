@@ -1,0 +1,357 @@
+"""Attention of many queries over packed keys: the bits of `kernels.attention_kernels`, in Gluon.
+
+Triton waits for each product of scores before it goes on, and has every thread fetch the scales of its own keys. Here a
+warp brings keys, values and their scales to shared memory (TMA) for two groups of four warps with 64 rows each; the
+scores of the next block are under way in the tensor cores, and the sum of the last one, while a group works out the
+weights of this one. Blocks of keys that not every row sees come last, one step after another.
+
+Codes come as FP16: a group's products would else convert them again for each 128 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.attention_kernels import KV_BLOCK
+from octavo.kernels.triton_shim import constexpr, gl, gluon, hopper, thread_barrier, tl, tma_load, triton_module
+
+WIDTHS = (64, 128)
+"""Head widths that the kernel takes."""
+ROWS = 128
+"""Of a tile, for both groups."""
+STAGES = 2
+"""Blocks of keys in shared memory."""
+REGISTERS = 232
+"""Of a thread of the second group; of the first, what is left."""
+_KV_BLOCK = constexpr(KV_BLOCK)
+_LN_2 = constexpr(0.6931471805599453)
+_FP16_MAX = constexpr(65504.0)
+_ONE_BITS = constexpr(0x3F800000)
+_UNIT = constexpr(2.0**-23)
+_INFINITY_BITS = constexpr(0x7F80)
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    tiles: Tensor,
+    factor: float,
+    key_starts: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of each query over its sequence's packed keys up to its own position.
+
+    Args:
+        q: [T, H, Dh] bf16, contiguous; H / Hkv at most 128, Dh in WIDTHS.
+        k, v: [S, Hkv, Dh], contiguous: bf16, or e4m3 codes as fp16.
+        k_scale, v_scale: [S, Hkv] fp32 powers of two, of codes.
+        tiles: [tiles, 4] int32 as `attention_kernel` takes them, of ROWS rows.
+        factor: softmax_scale * log2(e).
+        key_starts: [N] int64, the first key of each sequence; None where keys lie beside their queries.
+
+    Returns:
+        [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
+    """
+    (T, H, Dh), Hkv = q.shape, k.shape[1]
+    out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
+    scaled = k_scale is not None and v_scale is not None
+    keys = [_descriptor(x.view(len(x), -1), [KV_BLOCK, Dh]) for x in (k, v)]
+    scales = [_descriptor(_by_head(x), [1, KV_BLOCK], plain=True) for x in (k_scale, v_scale) if x is not None]
+    prefill_attention_kernel[(Hkv * len(tiles),)](
+        q,
+        *keys,
+        *(scales or keys),
+        out,
+        logsumexp,
+        tiles,
+        tiles if key_starts is None else key_starts,
+        factor,
+        H=H,
+        HKV=Hkv,
+        DH=Dh,
+        STARTS=key_starts is not None,
+        SCALED=scaled,
+        STAGES=STAGES,
+        REGISTERS=REGISTERS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out, logsumexp
+
+
+def _by_head(scale: Tensor) -> Tensor:
+    """[S, Hkv] as [Hkv, S] whose rows begin at multiples of 16 bytes."""
+    rows = scale.new_empty(scale.shape[1], -(-len(scale) // 4) * 4)[:, : len(scale)]
+    return rows.copy_(scale.T)
+
+
+def _descriptor(matrix: Tensor, box: list[int], plain: bool = False) -> object:
+    layout = gl.NVMMASharedLayout(0 if plain else 128, matrix.element_size() * 8, rank=2)
+    return triton_module("experimental.gluon.nvidia.hopper").TensorDescriptor.from_tensor(matrix, box, layout)
+
+
+@gluon.jit
+def prefill_attention_kernel(
+    q_ptr, k_desc, v_desc, k_scale_desc, v_scale_desc, out_ptr, logsumexp_ptr, tiles_ptr, starts_ptr, factor,
+    H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, STARTS: gl.constexpr, SCALED: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program for a KV head and a tile of queries; arguments as of `attention_kernel`."""
+    kv_head = gl.program_id(0) % HKV
+    tiles_ptr += gl.program_id(0) // HKV * 4
+    first_query, num_queries, first_position = gl.load(tiles_ptr), gl.load(tiles_ptr + 1), gl.load(tiles_ptr + 2)
+    if STARTS:
+        origin = gl.load(starts_ptr + gl.load(tiles_ptr + 3)).to(gl.int32)
+    else:
+        origin = first_query - first_position
+    num_blocks = gl.maximum(gl.cdiv(first_position + num_queries, _KV_BLOCK), 1)  # a tile may have no queries
+
+    tile: gl.constexpr = [STAGES, _KV_BLOCK, DH]
+    q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, 64, DH], k_desc.layout)
+    clean = gl.allocate_shared_memory(k_desc.dtype, [2, _KV_BLOCK, DH], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, v_desc.layout)
+    if SCALED:
+        k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _KV_BLOCK], k_scale_desc.layout)
+        v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _KV_BLOCK], v_scale_desc.layout)
+    else:
+        k_scales = k_tiles
+        v_scales = v_tiles
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(k_full.index(stage), count=1)
+        hopper.mbarrier.init(v_full.index(stage), count=1)
+        hopper.mbarrier.init(k_empty.index(stage), count=2)
+        hopper.mbarrier.init(v_empty.index(stage), count=2)
+    # fmt: off
+    pointers = q_ptr, out_ptr, logsumexp_ptr
+    where = first_query, num_queries, first_position, kv_head, num_blocks, factor
+    shared = k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty
+    gl.warp_specialize([
+        (_attend, (pointers, where, q_tiles.index(0), clean.index(0), shared, H // HKV, H, DH, SCALED, STAGES, 0)),
+        (_attend, (pointers, where, q_tiles.index(1), clean.index(1), shared, H // HKV, H, DH, SCALED, STAGES, 1)),
+        (_fetch, (k_desc, v_desc, k_scale_desc, v_scale_desc, origin, kv_head, num_blocks, shared, DH, SCALED, STAGES)),
+    ], [4, 1], [REGISTERS, 24])
+    # fmt: on
+
+
+@gluon.jit
+def _fetch(
+    k_desc, v_desc, k_scale_desc, v_scale_desc, origin, kv_head, num_blocks, shared, DH: gl.constexpr,
+    SCALED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One warp: fills stages in order, each when both groups have done with what was there."""
+    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
+    BYTES: gl.constexpr = k_desc.block_type.nbytes + (k_scale_desc.block_type.nbytes if SCALED else 0)
+    for block in range(0, num_blocks):
+        stage, turn = block % STAGES, block // STAGES & 1
+        key = origin + block * _KV_BLOCK
+        hopper.mbarrier.wait(k_empty.index(stage), turn ^ 1)
+        hopper.mbarrier.expect(k_full.index(stage), BYTES)
+        tma_load(k_desc, [key, kv_head * DH], k_full.index(stage), k_tiles.index(stage))
+        if SCALED:
+            tma_load(k_scale_desc, [kv_head, key], k_full.index(stage), k_scales.index(stage))
+        hopper.mbarrier.wait(v_empty.index(stage), turn ^ 1)
+        hopper.mbarrier.expect(v_full.index(stage), BYTES)
+        tma_load(v_desc, [key, kv_head * DH], v_full.index(stage), v_tiles.index(stage))
+        if SCALED:
+            tma_load(v_scale_desc, [kv_head, key], v_full.index(stage), v_scales.index(stage))
+
+
+@gluon.jit
+def _attend(
+    pointers, where, q_tile, clean, shared, GROUP: gl.constexpr, H: gl.constexpr, DH: gl.constexpr,
+    SCALED: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 rows of the tile from start to end."""
+    q_ptr, out_ptr, logsumexp_ptr = pointers
+    first_query, num_queries, first_position, kv_head, num_blocks, factor = where
+    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, DH, 16])
+    by_row: gl.constexpr = gl.SliceLayout(1, layout)
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DH, DH // 8], [4, 1], [1, 0])
+    row = PART * 64 + gl.arange(0, 64, gl.SliceLayout(1, copied))
+    query = row // GROUP
+    at = ((first_query + query).to(gl.int64) * H + kv_head * GROUP + row % GROUP).expand_dims(1) * DH
+    at += gl.arange(0, DH, gl.SliceLayout(0, copied)).expand_dims(0)
+    q = gl.load(q_ptr + at, mask=(query < num_queries).expand_dims(1).broadcast_to([64, DH]), other=0.0)
+    if SCALED:
+        q = q.to(gl.float32)
+        q = gl.where(q > _FP16_MAX, _FP16_MAX, gl.where(q < -_FP16_MAX, -_FP16_MAX, q)).to(gl.float16)  # a NaN stays
+    q_tile.store(q)
+    hopper.fence_async_shared()
+    thread_barrier()
+
+    row = PART * 64 + gl.arange(0, 64, by_row)
+    query = row // GROUP
+    here = query < num_queries
+    position = first_position + gl.where(here, query, 0)
+    largest = gl.full([64], float("-inf"), gl.float32, by_row)
+    total = gl.zeros([64], gl.float32, by_row)
+    unit = 0.0 if SCALED else 1.0
+    acc = gl.zeros([64, DH], gl.float32, wide)
+    num_full = gl.minimum((first_position + 1) // _KV_BLOCK, num_blocks - 1)  # that every row sees whole
+    hopper.mbarrier.wait(k_full.index(0), 0)
+    scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[_scores(q_tile, k_tiles.index(0), layout)])
+    if num_full > 0:
+        largest, total, moved, unit, weights = _weights(
+            scores, largest, total, unit, factor, 0, shared, SCALED, STAGES, wide
+        )
+        for block in range(0, num_full - 1):
+            coming, acc = _start(q_tile, weights, acc, block, shared, STAGES, layout)
+            scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[coming])
+            largest, total, moved, unit, weights = _weights(
+                scores, largest, total, unit, factor, block + 1, shared, SCALED, STAGES, wide
+            )
+            acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+            hopper.mbarrier.arrive(v_empty.index(block % STAGES), count=1)
+            acc *= moved.expand_dims(1)
+        coming, acc = _start(q_tile, weights, acc, num_full - 1, shared, STAGES, layout)
+        scores, acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, acc])
+        hopper.mbarrier.arrive(v_empty.index((num_full - 1) % STAGES), count=1)
+
+    unit = gl.zeros([64], gl.float32, by_row) + unit
+    for block in range(num_full, num_blocks):
+        stage, turn = block % STAGES, block // STAGES & 1
+        factors = _factors(factor, k_scales, stage, layout, SCALED)
+        hopper.mbarrier.arrive(k_empty.index(stage), count=1)
+        key = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, gl.SliceLayout(0, layout))
+        visible = key.expand_dims(0) <= position.expand_dims(1)
+        hopper.mbarrier.wait(v_full.index(stage), turn)
+        broken = _clean(
+            v_tiles.index(stage), v_scales, stage, clean, first_position + num_queries - block * _KV_BLOCK,
+            DH, SCALED, layout, copied,
+        )  # fmt: skip
+        largest, total, moved, p = _exponentials(gl.where(visible, scores * factors, float("-inf")), largest, total)
+        if SCALED:
+            v_scale = _row_of(v_scales, stage).load(gl.SliceLayout(0, layout))
+            seen = gl.where(visible, v_scale.expand_dims(0).broadcast_to([64, _KV_BLOCK]), 0.0)
+            grown = gl.maximum(unit, gl.max(seen, 1))
+            p = p * (seen * _inverse(grown).expand_dims(1))
+            moved *= unit * _inverse(grown)
+            unit = grown
+        else:
+            p = gl.where(visible & broken.expand_dims(0).broadcast_to([64, _KV_BLOCK]), float("nan"), p)
+        weights = gl.convert_layout(p.to(k_tiles.dtype), gl.DotOperandLayout(0, wide, 2))
+        moved = gl.convert_layout(moved, gl.SliceLayout(1, wide))
+        acc = hopper.warpgroup_mma(weights, clean, acc * moved.expand_dims(1), is_async=True)
+        acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+        hopper.mbarrier.arrive(v_empty.index(stage), count=1)
+        if block + 1 < num_blocks:
+            after = (block + 1) % STAGES
+            hopper.mbarrier.wait(k_full.index(after), (block + 1) // STAGES & 1)
+            coming = _scores(q_tile, k_tiles.index(after), layout)
+            scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
+
+    total *= _UNIT
+    head = kv_head * GROUP + row % GROUP
+    row_at = (first_query + query).to(gl.int64) * H + head
+    gl.store(logsumexp_ptr + row_at, (largest + gl.log2(total)) * _LN_2, mask=here)
+    result = acc * gl.convert_layout(unit / total, gl.SliceLayout(1, wide)).expand_dims(1)
+    row_at = gl.convert_layout(row_at, gl.SliceLayout(1, wide)).expand_dims(1) * DH
+    at = out_ptr + row_at + gl.arange(0, DH, gl.SliceLayout(0, wide)).expand_dims(0)
+    mask = gl.convert_layout(here, gl.SliceLayout(1, wide)).expand_dims(1).broadcast_to([64, DH])
+    gl.store(at, result.to(gl.bfloat16), mask=mask)
+
+
+@gluon.jit
+def _scores(q_tile, k_tile, layout: gl.constexpr):
+    """q . K^T of 64 rows and a block, left to run."""
+    zeros = gl.zeros([64, _KV_BLOCK], gl.float32, layout)
+    return hopper.warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _factors(factor, k_scales, stage, layout: gl.constexpr, SCALED: gl.constexpr):
+    """What scores are multiplied by, [1, 64] or a number."""
+    if SCALED:
+        return (factor * _row_of(k_scales, stage).load(gl.SliceLayout(0, layout))).expand_dims(0)
+    else:
+        return factor
+
+
+@gluon.jit
+def _start(q_tile, weights, acc, block, shared, STAGES: gl.constexpr, layout: gl.constexpr):
+    """Have the scores of the next block and the sum with this one's values run."""
+    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
+    after = (block + 1) % STAGES
+    hopper.mbarrier.wait(k_full.index(after), (block + 1) // STAGES & 1)
+    coming = _scores(q_tile, k_tiles.index(after), layout)
+    hopper.mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
+    return coming, hopper.warpgroup_mma(weights, v_tiles.index(block % STAGES), acc, is_async=True)
+
+
+@gluon.jit
+def _weights(
+    scores, largest, total, unit, factor, block, shared, SCALED: gl.constexpr, STAGES: gl.constexpr, wide: gl.constexpr
+):
+    """The weights of a block that every row sees whole, what they move the sum by, and the new state of the rows."""
+    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
+    layout: gl.constexpr = scores.type.layout
+    stage = block % STAGES
+    factors = _factors(factor, k_scales, stage, layout, SCALED)
+    hopper.mbarrier.arrive(k_empty.index(stage), count=1)
+    largest, total, moved, p = _exponentials(scores * factors, largest, total)
+    if SCALED:
+        hopper.mbarrier.wait(v_full.index(stage), block // STAGES & 1)
+        v_scale = _row_of(v_scales, stage).load(gl.SliceLayout(0, layout))
+        grown = gl.maximum(unit, gl.max(v_scale, 0))  # which drops NaN
+        p = p * (v_scale * _inverse(grown)).expand_dims(0)
+        moved *= unit * _inverse(grown)
+        unit = grown
+    weights = gl.convert_layout(p.to(k_tiles.dtype), gl.DotOperandLayout(0, wide, 2))
+    return largest, total, gl.convert_layout(moved, gl.SliceLayout(1, wide)), unit, weights
+
+
+@gluon.jit
+def _exponentials(scores, largest, total):
+    """The new largest score and sum of weights, by what the old sums move, and the weights."""
+    now = _larger(largest, gl.reduce(scores, 1, _larger))
+    moved = gl.exp2(largest - now)
+    p = gl.exp2(scores - now.expand_dims(1))
+    counted = (p + 1.0).to(gl.int32, bitcast=True) - _ONE_BITS
+    return now, total * moved + gl.sum(counted, 1).to(gl.float32), moved, p
+
+
+@gluon.jit
+def _clean(
+    v_tile, v_scales, stage, clean, num_inside, DH: gl.constexpr, SCALED: gl.constexpr, layout: gl.constexpr,
+    copied: gl.constexpr,
+):  # fmt: skip
+    """Copy a block of values with zeros for those beyond the sequence and those not finite; [64] which these are."""
+    rows: gl.constexpr = gl.SliceLayout(1, copied)
+    v = v_tile.load(copied)
+    if SCALED:
+        v_scale = _row_of(v_scales, stage).load(rows)
+        broken = v_scale != v_scale
+    else:
+        broken = gl.max((v.to(gl.int16, bitcast=True) & 0x7FFF).to(gl.int32), 1) >= _INFINITY_BITS
+    kept = (gl.arange(0, _KV_BLOCK, rows) < num_inside) & (broken == 0)
+    clean.store(gl.where(kept.expand_dims(1).broadcast_to([_KV_BLOCK, DH]), v, gl.zeros_like(v)))
+    hopper.fence_async_shared()
+    thread_barrier()
+    return gl.convert_layout(broken, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def _row_of(scales, stage):
+    """The scales of a block, [64] in shared memory."""
+    return scales.index(stage).reshape((_KV_BLOCK,))
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _inverse(power_of_two):
+    """1 / x of a power of two."""
+    return (0x7F000000 - power_of_two.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
