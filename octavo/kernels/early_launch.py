@@ -1,9 +1,9 @@
 """Programmatic dependent launch: the kernels of a decode step start while the one ahead of each still ends.
 
-A kernel that is launched so first waits until the kernel ahead has ended, and only then lets the next one start. So
-whatever starts, all but the kernel just ahead of it has ended, and a buffer that is freed and given out again is never
-written while it is read. What `decode_gemm` reads before its own wait is a weight: a kernel that writes one is never
-launched early, as the product after it would start in the middle of it.
+A kernel that is launched so first waits until the kernel ahead, and with it all before that, has ended; only then does
+it let the next one start. So it reads what they wrote, and writes to no buffer that one of them still reads, freed and
+given out again as it may be. The products of `decode_gemm` alone read before they wait, and only a weight: what may
+write one lets nothing start early.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from octavo.kernels.device import suits_kernels
 from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, gdc, tl, triton
 
 MAX_EARLY_ROWS = 256
-"""Tokens of a decode step, at most; kernels of more run long enough for their launch not to matter."""
+"""Tokens of a decode step, at most; beside what a kernel does with more, its launch is nothing."""
 
 
 def early_launch(x: Tensor, allowed: bool = True) -> dict[str, Any]:
-    """EARLY, which the kernel hands to `begin`, and the option of its launch.
+    """EARLY, which the kernel hands to `begin`, and the option of its launch; False but on Hopper, for few rows.
 
     Args:
         x: [T, ...], what the kernel reads.

@@ -13,13 +13,14 @@ from triton.runtime.jit import KernelInterface
 from octavo.kernels import early_launch
 from octavo.kernels.cast import cast_rows
 from octavo.kernels.early_launch import MAX_EARLY_ROWS
+from octavo.kernels.sampling import draw_tokens
 from octavo.layers.attention import PackedAttention
 from octavo.layers.linear import quantized_layers
 from octavo.numerics.recipe import get_recipe
 
-NORM_CAST, SWIGLU_CAST = "norm_cast_kernel", "cast_rows_kernel"
-ALONE = {"norm_kernel", "heads_kernel", "swiglu_kernel"}
-FUSED = {"norm_kernel", "heads_kernel", "rows_kernel", NORM_CAST, SWIGLU_CAST}
+SAMPLING = {"_logits_kernel", "_row_sums_kernel", "_combine_kernel", "_draw_kernel"}
+ALONE = SAMPLING | {"norm_kernel", "heads_kernel", "swiglu_kernel"}
+FUSED = SAMPLING | {"norm_kernel", "heads_kernel", "norm_cast_kernel", "rows_kernel", "cast_rows_kernel"}
 EARLY = {
     "block128": FUSED,
     "rowwise": FUSED,
@@ -56,17 +57,19 @@ def decoder_of(name):
 
 
 @torch.no_grad()
-def forward(decoder, num_tokens):
-    tokens = torch.zeros(num_tokens, dtype=torch.int64)
-    decoder(tokens, torch.arange(num_tokens) % 64, PackedAttention(torch.tensor([0, num_tokens]), "fp8"))
+def sample(decoder, num_tokens):
+    """A token after each of these."""
+    tokens, positions = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens) % 64
+    hidden = decoder(tokens, positions, PackedAttention(torch.tensor([0, num_tokens]), "fp8"))
+    draw_tokens(decoder.logits(hidden), torch.zeros(1, dtype=torch.int64), tokens, positions)
 
 
 @pytest.mark.parametrize("name", EARLY)
 def test_kernels_of_few_tokens_start_early_and_those_of_many_do_not(name, early):
     decoder = decoder_of(name)
-    forward(decoder, MAX_EARLY_ROWS + 1)
+    sample(decoder, MAX_EARLY_ROWS + 1)
     assert not early
-    forward(decoder, MAX_EARLY_ROWS)
+    sample(decoder, MAX_EARLY_ROWS)
     assert early == EARLY[name]
 
 
