@@ -63,6 +63,7 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: type("", (), {"multi_processor_count": 132})
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(decode_gemm, "_descriptor", lambda *_, **__: None)
     monkeypatch.setattr(engine, "has_kernel", lambda x: False)  # no graphs
     for name in ("blocks_agree", "rows_agree", "bf16_agrees", "w8a16_agrees"):

@@ -14,6 +14,9 @@ dimension, so they lie with that dimension contiguous: a scale [M, B] has stride
 `pad_to=(1, 128)` rounds the columns of each q up to a multiple of 128, which a GEMM reduces over, and the result is the
 cast of X with zeros there. `out` is what the function returns, to be written into: it may be a slice of rows or columns
 of larger tensors, and where it is larger than X it is the cast of X with zeros, too.
+
+`activation` is for what a product waits for, never for a weight: the kernel after this one may start before its end
+(`kernels.early_launch`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from octavo.kernels.cast_outputs import (
     tile_sizes,
 )
 from octavo.kernels.device import on_gpu
+from octavo.kernels.early_launch import early_launch
 from octavo.kernels.tile import in_words
 from octavo.kernels.triton_shim import triton
 from octavo.numerics.fp8 import (
@@ -57,7 +61,12 @@ ROWS_1X128 = 32
 
 
 def cast_rows(
-    x: Tensor, rounding: ScaleRounding = "none", *, pad_to: Padding = UNPADDED, out: Cast | None = None
+    x: Tensor,
+    rounding: ScaleRounding = "none",
+    *,
+    pad_to: Padding = UNPADDED,
+    out: Cast | None = None,
+    activation: bool = False,
 ) -> Cast:
     """X [M, K] bf16 or fp32 -> q [M, K] e4m3, scale [M, 1] fp32.
 
@@ -69,12 +78,17 @@ def cast_rows(
     if not on_gpu(x, "a cast to FP8"):
         return _reference(x, PER_ROW, rounding, q, scale)
     if q.numel():
-        _launch_rows(x, q, scale, 1, triton.next_power_of_2(q.shape[1]), rounding)
+        _launch_rows(x, q, scale, 1, triton.next_power_of_2(q.shape[1]), rounding, activation)
     return q, scale
 
 
 def cast_1x128(
-    x: Tensor, rounding: ScaleRounding = "none", *, pad_to: Padding = UNPADDED, out: Cast | None = None
+    x: Tensor,
+    rounding: ScaleRounding = "none",
+    *,
+    pad_to: Padding = UNPADDED,
+    out: Cast | None = None,
+    activation: bool = False,
 ) -> Cast:
     """X [M, K] bf16 or fp32 -> q [M, K] e4m3, scale [M, ceil(K / 128)] fp32 with strides (1, M).
 
@@ -86,7 +100,7 @@ def cast_1x128(
     if not on_gpu(x, "a cast to FP8"):
         return _reference(x, BLOCK_1X128, rounding, q, scale)
     if q.numel():
-        _launch_rows(x, q, scale, ROWS_1X128, BLOCK, rounding)
+        _launch_rows(x, q, scale, ROWS_1X128, BLOCK, rounding, activation)
     return q, scale
 
 
@@ -204,6 +218,7 @@ def cast_tensor(
     transposed: bool = False,
     pad_to: Padding = UNPADDED,
     out: tuple[Tensor, Tensor | None, Tensor] | None = None,
+    activation: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """X [M, K] bf16 or fp32 -> q [M, K] e4m3, q^T [K, M] e4m3, scale [1, 1] fp32. Reads X twice, or once if given one.
 
@@ -213,7 +228,7 @@ def cast_tensor(
         scale: [1, 1] fp32, a frozen one instead of one from the amax; values beyond 448 * scale saturate.
         num_saturated: int64, one element: the number of values beyond 448 * scale is added to it.
         transposed: False leaves q^T out: None.
-        pad_to, out: see the head of the file. A given scale is the one that is returned.
+        pad_to, out, activation: see the head of the file. A given scale is the one that is returned.
 
     Raises:
         ValueError: x is no floating-point matrix with unit stride along K, or `out` does not fit it.
@@ -229,7 +244,7 @@ def cast_tensor(
             num_saturated += (x.float().abs() > E4M3_MAX * scale).sum()
         _copy_both_ways(quantize_with_scale(whole, target, PER_TENSOR), q, q_t)
     elif q.numel():
-        _launch_scaled(x, q, q_t, target, num_saturated, rounding, given=scale is not None)
+        _launch_scaled(x, q, q_t, target, num_saturated, rounding, given=scale is not None, activation=activation)
     return q, q_t, target
 
 
@@ -279,12 +294,22 @@ def _copy_both_ways(whole: Tensor, q: Tensor, q_t: Tensor | None) -> None:
         q_t.copy_(whole.T[: q_t.shape[0], : q_t.shape[1]])
 
 
-def _launch_rows(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int, rounding: ScaleRounding) -> None:
+def _launch_rows(
+    x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int, rounding: ScaleRounding, activation: bool
+) -> None:
     """Programs of rows x columns, a scale per row of each."""
     grid = (-(-q.shape[0] // rows), -(-q.shape[1] // columns))
     sizes = (*x.shape, x.stride(0), *q.shape, q.stride(0), scale.stride(1))
     rows_kernel[grid](
-        x, q, scale, *sizes, BLOCK_M=rows, BLOCK_K=columns, POWER_OF_TWO=rounding == "power_of_two", num_warps=4
+        x,
+        q,
+        scale,
+        *sizes,
+        BLOCK_M=rows,
+        BLOCK_K=columns,
+        POWER_OF_TWO=rounding == "power_of_two",
+        num_warps=4,
+        **early_launch(x, activation),
     )
 
 
@@ -324,6 +349,7 @@ def _launch_scaled(
     *,
     per_column: bool = False,
     given: bool = False,
+    activation: bool = False,
 ) -> None:
     """A scale per column or one for all: the magnitudes first, unless the scale is given, then the cast."""
     words, num_warps = COLUMN_TILE if plain is None else TILE
@@ -334,6 +360,7 @@ def _launch_scaled(
     grid = tile_grid(q_t.T if plain is None else q, words)
     bits = torch.zeros(q_t.shape[0] if per_column else 1, dtype=torch.int32, device=x.device)
     tile = {"WORDS": words, "ALIGNED": aligned, "PER_COLUMN": per_column, "num_warps": num_warps}
+    tile |= early_launch(x, activation)
     if not given:
         amax_kernel[grid](x, bits, x.shape[0], *source, len(bits), **tile)
     scaled_kernel[grid](

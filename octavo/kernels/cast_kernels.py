@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octavo.kernels.e4m3 import inverse_of, magnitude_bits, minus_quotient, pack4, quotient, scale_from_bits, to_e4m3
+from octavo.kernels.early_launch import begin
 from octavo.kernels.tile import (
     amax_columns,
     cast_tile,
@@ -18,9 +19,10 @@ from octavo.kernels.triton_shim import tl, triton
 @triton.jit
 def rows_kernel(
     x_ptr, q_ptr, scale_ptr, T, K, stride, T_out, K_out, stride_q, stride_s,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, POWER_OF_TWO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_M rows of a block of BLOCK_K columns: a scale per row and block."""
+    begin(EARLY)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     row, column = rows[:, None], k[None, :]
@@ -109,9 +111,10 @@ def _pack4(x0, x1, x2, x3, scale):
 @triton.jit
 def amax_kernel(
     x_ptr, bits_ptr, T, K, stride, columns,
-    WORDS: tl.constexpr, ALIGNED: tl.constexpr, PER_COLUMN: tl.constexpr,
+    WORDS: tl.constexpr, ALIGNED: tl.constexpr, PER_COLUMN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for 128 rows and 2 * WORDS columns: raises the bits of the largest magnitude so far."""
+    begin(EARLY)
     row_block, column_block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     t, word = row_block * 128 + 4 * tl.arange(0, 32), column_block * WORDS + tl.arange(0, WORDS)
     w0, w1, w2, w3 = load_tile(x_ptr, t, word, T, K, stride, ALIGNED)
@@ -130,8 +133,10 @@ def scaled_kernel(
     T_out, K_out, words, stride_q, stride_s, words_t, stride_t, stride_s_t,
     WORDS: tl.constexpr, ALIGNED: tl.constexpr, PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr,
     PER_COLUMN: tl.constexpr, GIVEN: tl.constexpr, COUNT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for 128 rows and 2 * WORDS columns: by scales from `amax_kernel`, or by one that is GIVEN."""
+    begin(EARLY)
     row_block, column_block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     t, word = row_block * 128 + 4 * tl.arange(0, 32), column_block * WORDS + tl.arange(0, WORDS)
     w0, w1, w2, w3 = load_tile(x_ptr, t, word, T, K, stride, ALIGNED)

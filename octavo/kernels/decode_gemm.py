@@ -185,7 +185,8 @@ def _fetch(
     """One warp: fills stages, W before the wait and X after it.
 
     What wrote W lets no kernel start before its own end, so that end has come; X may be of a kernel still at work, one
-    of these. A wait is over when that kernel, and with it the one it waited for, is: nothing overtakes two.
+    of these or of `kernels.early_launch`. A wait is over when that kernel, and with it the one it waited for, is:
+    nothing overtakes two.
     """
     BYTES: gl.constexpr = 4 * (x_desc.block_type.nbytes + w_desc.block_type.nbytes) + (
         4 * scale_desc.block_type.nbytes if KIND == "block" else 0

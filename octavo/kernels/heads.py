@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention import FP16_MAX, StoredKV
+from octavo.kernels.early_launch import early_launch
 from octavo.kernels.heads_kernels import heads_kernel, rotate_back_kernel
 from octavo.kernels.norm import norm_constants, rms_norm, rms_norm_backward
 from octavo.kernels.triton_attention import UNFUSED, block_width
@@ -120,6 +121,7 @@ def write_heads(
             num_warps=4,
             **{"DH" if name == "D" else name: value for name, value in norm_constants(Dh, transform.norm_eps).items()},
             **UNFUSED,
+            **early_launch(q),
         )
     return out, inverse_rms
 

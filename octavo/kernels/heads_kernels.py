@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octavo.kernels.e4m3 import inverse_of, magnitude_bits, quotient, round_bf16, scale_from_bits, to_e4m3
+from octavo.kernels.early_launch import begin
 from octavo.kernels.norm_kernels import inverse_rms_of
 from octavo.kernels.triton_shim import constexpr, tl, triton
 
@@ -15,9 +16,10 @@ def heads_kernel(
     q_ptr, k_ptr, v_ptr, stride_q, stride_k, stride_v, q_gain_ptr, k_gain_ptr, cos_ptr, sin_ptr, slots_ptr,
     q_out_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr, inverse_ptr, saturated_ptr, T,
     H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, R: tl.constexpr, BITS: tl.constexpr,
-    NORM_EPS: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, FP8: tl.constexpr,
+    NORM_EPS: tl.constexpr, NORM: tl.constexpr, SLOTS: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for R tokens and one head, of the queries, then of the keys, then of the values."""
+    begin(EARLY)
     t = tl.program_id(0) * R + tl.arange(0, R)
     head = tl.program_id(1)
     here = t < T

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.early_launch import begin, early_launch
 from octavo.kernels.triton_shim import INTERPRETED, constexpr, require_triton, tl, triton
 
 GRAD_LOGITS_PER_CHUNK = 2**27
@@ -61,7 +62,7 @@ def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """[T, D] bf16, [V, D] bf16 -> [T, V] fp32, those that `softmax_sums` sees."""
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
     if len(hidden):
-        _launch(_logits_kernel, hidden, weight, temperature, logits, persistent=False)
+        _launch(_logits_kernel, hidden, weight, temperature, logits, persistent=False, **early_launch(hidden))
     return logits
 
 
@@ -77,7 +78,9 @@ def sums_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sums = _empty_sums(T, V, logits.device)
     if T:
         grid = (triton.cdiv(T, 4), triton.cdiv(V, BLOCK_V))
-        _row_sums_kernel[grid](logits.contiguous(), T, V, *sums, BLOCK_T=4, num_warps=4, **UNFUSED)
+        _row_sums_kernel[grid](
+            logits.contiguous(), T, V, *sums, BLOCK_T=4, num_warps=4, **UNFUSED, **early_launch(logits)
+        )
     return sums
 
 
@@ -127,7 +130,13 @@ def configuration(num_rows: int) -> tuple[int, int, int]:
 
 
 def _launch(
-    kernel: Any, hidden: Tensor, weight: Tensor, temperature: float, *arguments: Tensor, persistent: bool = True
+    kernel: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    *arguments: Tensor,
+    persistent: bool = True,
+    **options: Any,
 ) -> None:
     """Run a kernel that multiplies: a program for each multiprocessor, or else for each tile."""
     require_triton("lm_head")
@@ -152,6 +161,7 @@ def _launch(
         num_warps=num_warps,
         num_stages=num_stages,
         **UNFUSED,
+        **options,
     )
 
 
@@ -169,7 +179,18 @@ def combined(largest: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor,
     entropy = torch.empty(T, device=largest.device)
     if T:
         _combine_kernel[(triton.cdiv(T, 8),)](
-            largest, weights, moments, logsumexp, entropy, T, num_tiles, ROWS=8, TILES=256, num_warps=8, **UNFUSED
+            largest,
+            weights,
+            moments,
+            logsumexp,
+            entropy,
+            T,
+            num_tiles,
+            ROWS=8,
+            TILES=256,
+            num_warps=8,
+            **UNFUSED,
+            **early_launch(logsumexp),
         )
     return logsumexp, entropy
 
@@ -196,8 +217,11 @@ def _sums_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _logits_kernel(hidden, weight, T, V, D, inverse_temperature, logits_ptr, BLOCK_T: tl.constexpr):
+def _logits_kernel(
+    hidden, weight, T, V, D, inverse_temperature, logits_ptr, BLOCK_T: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """A tile of logits [T, V]. One a program: to store it takes the shared memory that a next tile would fill."""
+    begin(EARLY)
     row_block, vocabulary_tile = _place(tl.program_id(0), T, V, BLOCK_T)
     logits = _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
     _store_tile(logits_ptr, logits, row_block, vocabulary_tile, T, V, BLOCK_T)
@@ -223,8 +247,11 @@ def _grad_logits_kernel(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _row_sums_kernel(logits_ptr, T, V, largest_ptr, weights_ptr, moments_ptr, BLOCK_T: tl.constexpr):
+def _row_sums_kernel(
+    logits_ptr, T, V, largest_ptr, weights_ptr, moments_ptr, BLOCK_T: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Softmax sums of stored logits, a program for BLOCK_T rows of a tile."""
+    begin(EARLY)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     vocabulary_tile = tl.program_id(1)
     words = vocabulary_tile * _BLOCK_V + tl.arange(0, _BLOCK_V)
@@ -236,9 +263,10 @@ def _row_sums_kernel(logits_ptr, T, V, largest_ptr, weights_ptr, moments_ptr, BL
 @triton.jit(do_not_specialize=["T"])
 def _combine_kernel(
     largest_ptr, weights_ptr, moments_ptr, logsumexp_ptr, entropy_ptr, T, num_tiles,
-    ROWS: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums of tiles into those of rows: weights as float64 whole numbers, multiples of 2**-34 below the largest."""
+    begin(EARLY)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     largest = tl.full([ROWS], _LOWEST, tl.float32)
     for first in range(0, num_tiles, TILES):

@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.kernels.cast import cast_1x128, cast_128x1, cast_rows
 from octavo.kernels.cast_outputs import BLOCK, COLUMN_TILE, UNPADDED, Padding, check_fused, outputs, tile_grid
 from octavo.kernels.device import on_gpu
+from octavo.kernels.early_launch import early_launch
 from octavo.kernels.norm_kernels import backward_kernel, norm_cast_kernel, norm_kernel, norm_transposed_kernel
 from octavo.kernels.tile import in_words
 from octavo.kernels.triton_shim import triton
@@ -80,6 +81,7 @@ def rms_norm_forward(x: Tensor, gain: Tensor, norm_eps: float) -> tuple[Tensor, 
             BLOCK_D=block,
             num_warps=num_warps,
             **norm_constants(x.shape[-1], norm_eps),
+            **early_launch(x),
         )
     return y, inverse_rms
 
@@ -197,6 +199,7 @@ def add_rms_norm_cast(
             POWER_OF_TWO=rounding == "power_of_two",
             num_warps=num_warps,
             **norm_constants(D, norm_eps),
+            **early_launch(residual),
         )
     q_t, scale_t = _norm_transposed(h, gain, inverse_rms, rounding, pad_to) if transposed else (None, None)
     return NormCast(h, inverse_rms, q, scale, q_t, scale_t)

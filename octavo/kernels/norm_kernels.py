@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from octavo.kernels.e4m3 import inverse_of, magnitude_bits, quotient, round_bf16, scale_from_bits, to_e4m3
+from octavo.kernels.early_launch import begin
 from octavo.kernels.tile import bf16_words, cast_tile, load_tile, values_of
 from octavo.kernels.triton_shim import tl, triton
 
@@ -11,8 +12,10 @@ from octavo.kernels.triton_shim import tl, triton
 def norm_kernel(
     x_ptr, gain_ptr, y_ptr, inverse_ptr, num_rows, B, stride_a, stride_b,
     R: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, NORM_EPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for R rows of X [A, B, D]."""
+    begin(EARLY)
     rows = tl.program_id(0) * R + tl.arange(0, R)
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (rows[:, None] < num_rows) & (d < D)
@@ -57,9 +60,10 @@ def backward_kernel(
 def norm_cast_kernel(
     residual_ptr, delta_ptr, gain_ptr, h_ptr, inverse_ptr, q_ptr, scale_ptr, T, T_out, D_out, stride_q, stride_s,
     R: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, NORM_EPS: tl.constexpr,
-    ADD: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ADD: tl.constexpr, PER_ROW: tl.constexpr, POWER_OF_TWO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for R rows: h, its norm, and the cast of that, of which only h and the cast are stored."""
+    begin(EARLY)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (rows[:, None] < T) & (d < D)

@@ -136,6 +136,7 @@ def quantize_matrix(
     row_splits: Sequence[int] | None = None,
     column_splits: Sequence[int] | None = None,
     scale: Tensor | None = None,
+    activation: bool = False,
 ) -> QuantizedMatrix:
     """Quantise [M, K], each fused projection on its own.
 
@@ -145,16 +146,20 @@ def quantize_matrix(
         rounding: of the scales.
         row_splits, column_splits: widths of the fused projections along one dimension, or None.
         scale: [1, 1] fp32, a frozen scale for the whole matrix instead of one from its amax.
+        activation: no weight, see `kernels.cast`.
     """
     if scale is not None:
         kernel = runs_kernels(x) and quant_block == PER_TENSOR and x.stride(1) == 1
-        q = cast_tensor(x, scale=scale)[0] if kernel else quantize_with_scale(x, scale, quant_block)
+        if kernel:
+            q, _, _ = cast_tensor(x, scale=scale, activation=activation)
+        else:
+            q = quantize_with_scale(x, scale, quant_block)
         return QuantizedMatrix(q, scale, [0, x.shape[0]], [0, x.shape[1]], quant_block)
     dim, splits = (1, column_splits) if column_splits is not None else (0, row_splits or [x.shape[0]])
     block = quant_block[dim]
     if block is not None and all(size % block == 0 for size in splits):  # no block straddles two of them
         splits = [x.shape[dim]]
-    pieces = [_quantize(piece, quant_block, rounding) for piece in x.split(list(splits), dim=dim)]
+    pieces = [_quantize(piece, quant_block, rounding, activation) for piece in x.split(list(splits), dim=dim)]
     return QuantizedMatrix(
         q=torch.cat([q for q, _ in pieces], dim=dim) if len(pieces) > 1 else pieces[0][0],
         scale=torch.cat([scale for _, scale in pieces], dim=dim) if len(pieces) > 1 else pieces[0][1],
@@ -226,33 +231,35 @@ def quantized_operand(
     splits = splits or [K]
     early = quant_block == BLOCK_1X128 and any(size % K_BLOCK for size in splits)
     if not (for_kernels and early) or any(size % GIVEN for size in splits):
-        return quantize_matrix(x, quant_block, rounding, column_splits=splits, scale=scale).operand()
+        return quantize_matrix(x, quant_block, rounding, column_splits=splits, scale=scale, activation=True).operand()
     x = x if x.stride(1) == 1 else x.contiguous()
     width = sum(padded(size, K_BLOCK) for size in splits)
     q, scales = outputs("quantized_operand", torch.Size((T, width)), BLOCK_1X128, x.device, UNPADDED, None)
     start = 0
     for piece in x.split(list(splits), dim=1):
         stop = start + padded(piece.shape[1], K_BLOCK)
-        cast_1x128(piece, rounding, out=(q[:, start:stop], scales[:, start // K_BLOCK : stop // K_BLOCK]))
+        out = (q[:, start:stop], scales[:, start // K_BLOCK : stop // K_BLOCK])
+        cast_1x128(piece, rounding, out=out, activation=True)
         start = stop
     return Operand(q, scales, split_edges(splits, K_BLOCK), by_blocks=True)
 
 
-def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding, activation: bool) -> tuple[Tensor, Tensor]:
     """`quantize`, on a GPU by the kernel of the block shape; the bytes are the same."""
     if not runs_kernels(x):
         return quantize(x, quant_block, rounding)
     if x.stride(1) != 1:
         x = x.contiguous()
-    if quant_block in (BLOCK_128X128, PER_TENSOR):
-        q, _, scale = (
-            cast_tensor(x, rounding) if quant_block == PER_TENSOR else cast_128x128(x, rounding, transposed=False)
-        )
+    if quant_block == BLOCK_128X128:
+        q, _, scale = cast_128x128(x, rounding, transposed=False)
+        return q, scale
+    if quant_block == PER_TENSOR:
+        q, _, scale = cast_tensor(x, rounding, activation=activation)
         return q, scale
     if quant_block in (BLOCK_128X1, PER_COLUMN):
         q, scale = (cast_128x1 if quant_block == BLOCK_128X1 else cast_columns)(x, rounding)
         return q.T, scale.T
-    return (cast_rows if quant_block == PER_ROW else cast_1x128)(x, rounding)
+    return (cast_rows if quant_block == PER_ROW else cast_1x128)(x, rounding, activation=activation)
 
 
 def split_edges(splits: Sequence[int], block: int | None) -> Sequence[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import lm_head
+from octavo.kernels.early_launch import begin, early_launch
 from octavo.kernels.triton_shim import constexpr, tl, triton
 
 _BLOCK_V = constexpr(lm_head.BLOCK_V)
@@ -39,7 +40,7 @@ def draw_tokens(logits: Tensor, seed: Tensor, sequence_ids: Tensor, positions: T
         num_tiles = len(sums[0])
         _draw_kernel[(T,)](
             logits, *sums[:2], logsumexp, seed, sequence_ids, positions, tokens, logprobs, T, V, num_tiles,
-            TILES=triton.next_power_of_2(num_tiles), num_warps=4, **lm_head.UNFUSED,
+            TILES=triton.next_power_of_2(num_tiles), num_warps=4, **lm_head.UNFUSED, **early_launch(logits),
         )  # fmt: skip
     return tokens, logprobs
 
@@ -47,9 +48,10 @@ def draw_tokens(logits: Tensor, seed: Tensor, sequence_ids: Tensor, positions: T
 @triton.jit(do_not_specialize=["T"])
 def _draw_kernel(
     logits_ptr, largest_ptr, weights_ptr, logsumexp_ptr, seed_ptr, sequence_ptr, position_ptr, tokens_ptr, logprobs_ptr,
-    T, V, num_tiles, TILES: tl.constexpr,
+    T, V, num_tiles, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The token of one row: its tile, then the word in it."""
+    begin(EARLY)
     row = tl.program_id(0)
     tiles = tl.arange(0, TILES)
     inside = tiles < num_tiles

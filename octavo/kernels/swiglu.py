@@ -24,6 +24,7 @@ from octavo.kernels.cast_outputs import (
     tile_sizes,
 )
 from octavo.kernels.device import on_gpu
+from octavo.kernels.early_launch import early_launch
 from octavo.kernels.swiglu_kernels import (
     backward_cast_kernel,
     backward_kernel,
@@ -68,7 +69,16 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
     y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
         swiglu_kernel[_grid(len(rows), F)](
-            rows, rows[:, F:], y, len(rows), F, rows.stride(0), R=ROWS, BLOCK_F=COLUMNS, num_warps=4
+            rows,
+            rows[:, F:],
+            y,
+            len(rows),
+            F,
+            rows.stride(0),
+            R=ROWS,
+            BLOCK_F=COLUMNS,
+            num_warps=4,
+            **early_launch(rows),
         )
     return y
 
@@ -171,6 +181,7 @@ def swiglu_cast(
             BLOCK_F=block,
             POWER_OF_TWO=power_of_two,
             num_warps=max(4, block // 1024),
+            **early_launch(gate_up),
         )
     return SwiGLUCast(q, scale, None, None)
 

@@ -11,6 +11,7 @@ from octavo.kernels.e4m3 import (
     scale_from_bits,
     to_e4m3,
 )
+from octavo.kernels.early_launch import begin
 from octavo.kernels.tile import bf16_words, cast_tile, load_words, values_of
 from octavo.kernels.triton_shim import constexpr, tl, triton
 
@@ -36,8 +37,11 @@ def _sigmoid(x):
 
 
 @triton.jit
-def swiglu_kernel(gate_ptr, up_ptr, y_ptr, T, F, stride, R: tl.constexpr, BLOCK_F: tl.constexpr):
+def swiglu_kernel(
+    gate_ptr, up_ptr, y_ptr, T, F, stride, R: tl.constexpr, BLOCK_F: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """One program for R rows and BLOCK_F columns."""
+    begin(EARLY)
     rows, columns, inside = _place(T, F, R, BLOCK_F)
     at = rows * stride + columns
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -65,9 +69,10 @@ def backward_kernel(
 @triton.jit
 def cast_rows_kernel(
     gate_ptr, up_ptr, q_ptr, scale_ptr, T, F, stride, T_out, F_out, stride_q, stride_s,
-    R: tl.constexpr, BLOCK_F: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    R: tl.constexpr, BLOCK_F: tl.constexpr, POWER_OF_TWO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for R rows and BLOCK_F columns of the result: a scale per row and block."""
+    begin(EARLY)
     rows, columns, inside = _place(T, F, R, BLOCK_F)
     at = rows * stride + columns
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)

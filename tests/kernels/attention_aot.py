@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from itertools import product
 
+from cast_aot import first_steps
 from lm_head_aot import stack_bytes
 from triton import compile
 from triton.backends.compiler import GPUTarget
@@ -38,7 +39,8 @@ def compiled(kernel, signature, constants, source_class=ASTSource, **options):
     result = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     counts = {text: result.asm["ptx"].count(text) for text in WANTED}
     together = sorted({int(width) for width in re.findall(r"kWidth = (\d+)", result.asm["ttgir"])})
-    return counts | {"together": together, "stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
+    counts |= {"first": first_steps(result.asm["ptx"]), "together": together}
+    return counts | {"stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
 
 
 def shape(head_dim, heads=32, kv_heads=8):
@@ -89,7 +91,7 @@ def delta(head_dim):
 
 
 def heads(head_dim, norm, slots, fp8):
-    """`heads_kernel`."""
+    """`heads_kernel`, started early."""
     stored = "*fp8e4nv" if fp8 else "*bf16"
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16")
     signature |= dict.fromkeys(("stride_q", "stride_k", "stride_v"), "i32")
@@ -97,6 +99,7 @@ def heads(head_dim, norm, slots, fp8):
     signature |= {"q_out_ptr": "*bf16", "k_out_ptr": stored, "v_out_ptr": stored, **SCALES}
     signature |= {"inverse_ptr": "*fp32", "saturated_ptr": "*i64", "T": "i32"}
     constants = shape(head_dim) | {"R": TOKENS, "BITS": 23, "NORM_EPS": 1e-6, "NORM": norm, "SLOTS": slots, "FP8": fp8}
+    constants["EARLY"] = True
     return compiled(heads_kernels.heads_kernel, signature, constants, num_warps=4, **UNFUSED)
 
 

@@ -1,6 +1,7 @@
 """Compiles the kernels of casts, norm and SwiGLU for sm_90, without a GPU, and prints what is in their PTX as JSON."""
 
 import json
+import re
 import sys
 
 from triton import compile
@@ -45,6 +46,12 @@ POINTERS = {"bits_ptr": "*i32", "saturated_ptr": "*i64"} | dict.fromkeys(
 COUNTED = ("cvt.rn.satfinite.e4m3x2.f32", "stmatrix", "ld.global.v4", "ld.global.v2.b64", ".local", "max.u16x2")
 
 
+def first_steps(ptx: str) -> list[str]:
+    """The first three instructions that touch global memory or other kernels."""
+    found = re.finditer(r"\b(griddepcontrol\.\w+|(?:ld|st|atom|red)[.\w]*\.global|cp\.async\.)", ptx)
+    return [match[1] for match, _ in zip(found, range(3), strict=False)]
+
+
 def pointer_or_size(name: str, dtype: str) -> str:
     """Type of a kernel's argument, after its name."""
     if name in POINTERS:
@@ -57,7 +64,8 @@ def pointer_or_size(name: str, dtype: str) -> str:
 
 
 def build(kernel, constants: dict, num_warps: int, dtype: str):
-    """The compiled kernel; every pointer and size a multiple of 16."""
+    """The compiled kernel; every pointer and size a multiple of 16. What may be an activation starts early."""
+    constants = constants | ({"EARLY": dtype == "bf16"} if "EARLY" in kernel.arg_names else {})
     signature = {name: pointer_or_size(name, dtype) for name in kernel.arg_names if name not in constants}
     attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(signature))}
     signature = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
@@ -70,5 +78,5 @@ if __name__ == "__main__":
     for name, (kernel, constants, num_warps) in CASES.items():
         for dtype in ("bf16", "fp32") if name in FP32_TOO else ("bf16",):
             ptx = build(kernel, constants, num_warps, dtype).asm["ptx"]
-            found[f"{name} {dtype}"] = {text: ptx.count(text) for text in COUNTED}
+            found[f"{name} {dtype}"] = {text: ptx.count(text) for text in COUNTED} | {"first": first_steps(ptx)}
     json.dump(found, sys.stdout)

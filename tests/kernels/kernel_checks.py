@@ -11,6 +11,8 @@ import torch
 
 REPO = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+WAITS_AND_LETS_START = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+"""What an early kernel begins with, in this order and before any access to global memory."""
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:

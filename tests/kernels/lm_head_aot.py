@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+from cast_aot import first_steps
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -30,17 +31,19 @@ WANTED = ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "cp.async.bul
 
 def compiled(name: str, signature: dict[str, str], constants: dict[str, int], num_warps: int, num_stages: int) -> dict:
     """How often each instruction of interest stands in the kernel's PTX, and its bytes of stack and shared memory."""
+    kernel = getattr(sampling if name == "_draw_kernel" else lm_head, name)
+    constants = constants | ({"EARLY": True} if "EARLY" in kernel.arg_names else {})
     divisible = [i for i, kind in enumerate(signature.values()) if kind[0] in "*i"]
     source = ASTSource(
-        fn=getattr(sampling if name == "_draw_kernel" else lm_head, name),
+        fn=kernel,
         signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
     options = {"num_warps": num_warps, "num_stages": num_stages, **lm_head.UNFUSED}
-    kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    counts = {text: kernel.asm["ptx"].count(text) for text in WANTED}
-    return counts | {"stack": stack_bytes(kernel.asm["cubin"]), "shared": kernel.metadata.shared}
+    result = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    counts = {text: result.asm["ptx"].count(text) for text in WANTED} | {"first": first_steps(result.asm["ptx"])}
+    return counts | {"stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
 
 
 def stack_bytes(cubin: bytes) -> int:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from kernel_checks import REPO, in_another_process, interpreted, needs_triton
+from kernel_checks import REPO, WAITS_AND_LETS_START, in_another_process, interpreted, needs_triton
 
 from octavo.kernels.attention_backward import BackwardName, attention_backward
 from octavo.kernels.triton_attention import FEW_PROGRAMS, num_warps, packed_tiles, tiles_of
@@ -66,6 +66,7 @@ def test_every_kernel_compiles_for_hopper():
         # One warp that holds 16 rows spills in the last block of keys of a sequence; others a little at width 96.
         assert counts["stack"] <= (1024 if name.startswith("decode") and "few" not in name else 64), (name, counts)
         assert counts["shared"] <= 227 * 1024, (name, counts)
+        assert (counts["first"][:2] == WAITS_AND_LETS_START) == (kind == "heads"), (name, counts)
         assert counts["atom"] == (1 if name.startswith("heads fp8") else 0), (name, counts)
 
 

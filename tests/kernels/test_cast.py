@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from kernel_checks import REPO, in_another_process, interpreted, needs_triton, padded, same
+from kernel_checks import REPO, WAITS_AND_LETS_START, in_another_process, interpreted, needs_triton, padded, same
 
 from octavo.kernels.cast import (
     cast_1x128,
@@ -147,6 +147,10 @@ def test_outputs_that_do_not_fit_are_refused():
         cast_128x128(x, out=(q[:4, :16], torch.zeros(16, 256).to(E4M3), torch.zeros(1, 1)))
 
 
+EARLY = {"rows", "1x128", "amax", "columns", "tensor", "norm", "norm of heads", "norm 1x128", "swiglu", "swiglu 1x128"}
+"""Kernels that a decode step may start early, of BF16 alone: FP32 is a weight."""
+
+
 @needs_triton
 def test_every_kernel_compiles_for_hopper():
     found = json.loads(in_another_process(REPO / "tests/kernels/cast_aot.py"))
@@ -155,6 +159,9 @@ def test_every_kernel_compiles_for_hopper():
     for name, counts in found.items():
         assert counts[".local"] == 0 and counts["ld.global.v4"] + counts["ld.global.v2.b64"] > 0, (name, counts)
         assert (counts["cvt.rn.satfinite.e4m3x2.f32"] == 0) == (name.removesuffix(" bf16") in plain), (name, counts)
+        starts = name.removesuffix(" bf16") in EARLY
+        assert (counts["first"][:2] == WAITS_AND_LETS_START) == starts, (name, counts)
+        assert starts or "griddepcontrol" not in str(counts["first"]), (name, counts)
     for name in ("128x1", "both", "norm 128x1", "swiglu both", "swiglu backward both"):
         assert found[f"{name} bf16"]["max.u16x2"] > 0, "two magnitudes are compared at a time"
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernel_checks import WAITS_AND_LETS_START
 from lm_head_checks import as_operand, problem
 
 from octavo.kernels.logprobs import token_logprobs
@@ -34,6 +35,8 @@ def test_every_kernel_compiles_for_hopper():
         assert (counts["cp.async.bulk.tensor"] > 0) == multiplies, (name, counts)
         assert counts["shared"] <= 227 * 1024, (name, counts)  # of a multiprocessor of an H100 or H200
         assert counts[".local"] == 0 and counts["stack"] <= 128, (name, counts)  # some words, once a tile; no tile
+        early = name.startswith(("_logits", "_row_sums", "_combine", "_draw"))
+        assert (counts["first"][:2] == WAITS_AND_LETS_START) == early, (name, counts)
         # A logit is rounded before anything is taken from it, as one that was stored is.
         assert counts["fma.rn.f32"] == 0, (name, counts)
 
