@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK
+from octavo.kernels.early_launch import early_launch
 from octavo.kernels.triton_shim import (
     HAS_REINTERPRET,
     ampere,
     constexpr,
     copy_async,
+    gdc,
     gl,
     gluon,
     thread_barrier,
@@ -92,6 +94,7 @@ def decode_attention(
         WARPS=WARPS,
         num_warps=WARPS,
         enable_fp_fusion=False,
+        **early_launch(q),
     )
     return out, logsumexp
 
@@ -100,7 +103,7 @@ def decode_attention(
 def decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, logsumexp_ptr, tiles_ptr, table_ptr, factor, stride_table,
     H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """A KV head and a query; arguments as of `attention_kernel`. Warps share keys, and then widths."""
     GROUP: gl.constexpr = H // HKV
@@ -117,6 +120,9 @@ def decode_attention_kernel(
     pairs: gl.constexpr = gl.SwizzledSharedLayout(8, phases, CHUNKS, [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
+    if EARLY:  # `early_launch.begin`
+        gdc.gdc_wait()
+        gdc.gdc_launch_dependents()
     kv_head = gl.program_id(0) % HKV
     tiles_ptr += gl.program_id(0) // HKV * 4
     first_query, position, sequence = gl.load(tiles_ptr), gl.load(tiles_ptr + 2), gl.load(tiles_ptr + 3)

@@ -23,7 +23,6 @@ from octavo.models.config import DecoderConfig
 from octavo.numerics.fp8 import E4M3
 from octavo.numerics.recipe import StorageFormat
 
-
 MAX_GATHERED = 2
 """Keys for each new token, up to which a prefill lays the keys of its sequences end to end."""
 

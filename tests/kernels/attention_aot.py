@@ -64,7 +64,7 @@ def fp8_decode(head_dim):
     signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i32", "factor": "fp32"}
     signature |= {"stride_table": "i32"}
     constants = {"H": 32, "HKV": 8, "DH": head_dim, "PAGE": 16}
-    constants |= {"STAGES": decode_attention.STAGES, "WARPS": decode_attention.WARPS}
+    constants |= {"STAGES": decode_attention.STAGES, "WARPS": decode_attention.WARPS, "EARLY": True}
     kernel = decode_attention.decode_attention_kernel
     return compiled(
         kernel, signature, constants, GluonASTSource, num_warps=decode_attention.WARPS, enable_fp_fusion=False
