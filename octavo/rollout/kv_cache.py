@@ -170,12 +170,13 @@ class PagedAttention:
         q = self.cache.write(layer, self.slot_mapping, q, k, v, transform)
         if self._tiles is not None:
             keys, values = self.cache.stored(layer)
-            page_table, page_size, starts = self._page_table, self.cache.page_size, None
-            if self._gathered_keys is not None:
-                page_table, page_size, (slots, starts) = None, 0, self._gathered_keys
-                keys, values = gathered(keys, slots), gathered(values, slots)
-            operands = q, keys.values, values.values, keys.scale, values.scale
-            return attention_forward(*operands, self._tiles, softmax_scale, page_table, page_size, starts)[0]
+            if self._gathered_keys is None:
+                operands = q, keys.values, values.values, keys.scale, values.scale, self._tiles, softmax_scale
+                return attention_forward(*operands, self._page_table, self.cache.page_size)[0]
+            slots, starts = self._gathered_keys
+            keys, values = gathered(keys, slots), gathered(values, slots)
+            operands = q, keys.values, values.values, keys.scale, values.scale, self._tiles, softmax_scale
+            return attention_forward(*operands, key_starts=starts)[0]
         p_dtype = probability_dtype(self.cache.kv_format)
         out = torch.empty_like(q)
         for inside, index, query_positions, slots in self._chunks:
