@@ -21,9 +21,10 @@ from octavo.bench.results import Results, Row
 from octavo.kernels.attention import StoredKV, store_kv
 from octavo.kernels.attention_backward import attention_backward
 from octavo.kernels.heads import HeadTransform, empty_kv, transformed, write_heads
-from octavo.kernels.triton_attention import PREFILL_ROWS, attention_forward, decode_tiles, packed_tiles, tiles_of
+from octavo.kernels.triton_attention import attention_forward, decode_tiles, packed_rows, packed_tiles, tiles_of
 from octavo.layers.attention import PackedAttention
 from octavo.numerics.recipe import StorageFormat
+from octavo.rollout.kv_cache import gathered
 
 MODELS = {"qwen3-8b": (32, 8, 128), "qwen2.5-0.5b": (14, 2, 64)}
 """H, Hkv, Dh."""
@@ -120,18 +121,26 @@ def decode(case: str, heads: tuple[int, int, int], num_sequences: int, length: i
 
 
 def forward(num_sequences: int, length: int, add: Callable) -> None:
-    """Packed sequences as in training, the same in pages as in prefill, and SDPA."""
+    """Packed sequences as in training, the same gathered from pages as in prefill, and SDPA."""
     heads = H, Hkv, Dh = MODELS["qwen3-8b"]
     T, case = num_sequences * length, f"{num_sequences} x {length:,}/qwen3-8b"
     flop = 2 * T * length * H * Dh
     q, boundaries = random_heads(T, H, Dh), torch.arange(0, T + 1, length, device="cuda")
-    tiles = tiles_of(boundaries, None, T, H // Hkv, PREFILL_ROWS)
-    table = torch.randperm(T // PAGE_SIZE, device="cuda").view(num_sequences, -1)
+    tiles = tiles_of(boundaries, None, T, H // Hkv, packed_rows(Dh))
+    slots = (
+        torch.randperm(T // PAGE_SIZE, device="cuda")[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device="cuda")
+    ).flatten()
     for kv_format in FORMATS:
-        k, v = (random_kv(T, heads, kv_format) for _ in "kv")
-        operands = q, k.values, v.values, k.scale, v.scale, tiles, Dh**-0.5
-        for kind, where in (("forward", ()), ("prefill", (table, PAGE_SIZE))):
-            call = partial(attention_forward, *operands, *where)
+        stored = tuple(random_kv(T, heads, kv_format) for _ in "kv")
+        packed = tuple(gathered(x, slots) for x in stored)
+
+        def attend(k: StoredKV, v: StoredKV, starts: torch.Tensor | None = None) -> None:
+            attention_forward(q, k.values, v.values, k.scale, v.scale, tiles, Dh**-0.5, key_starts=starts)
+
+        def prefill(stored: tuple[StoredKV, StoredKV] = stored) -> None:
+            attend(*(gathered(x, slots) for x in stored), boundaries)
+
+        for kind, call in (("forward", partial(attend, *packed)), ("prefill", prefill)):
             time, again = milliseconds(call, REP_MS), milliseconds(call, REP_MS)
             note = f"{time:.3f} ms, second run {again:.3f}"
             add(f"{kind} {case}/{kv_format}", "tflop_s", flop / time / 1e9, "TFLOP/s", note=note)
@@ -150,8 +159,8 @@ def backward(num_sequences: int, length: int, add: Callable) -> None:
     flop = 5 * T * length * H * Dh
     q, k, v, d_out = (random_heads(T, n, Dh) for n in (H, Hkv, Hkv, H))
     boundaries = torch.arange(0, T + 1, length, device="cuda")
-    tiles = packed_tiles(boundaries, T, H // Hkv)
-    out, logsumexp = attention_forward(q, k, v, None, None, tiles.queries, scale)
+    tiles = packed_tiles(boundaries, T, H // Hkv, Dh)
+    out, logsumexp = attention_forward(q, k, v, None, None, tiles.forward, scale)
     operands = d_out, q, k, v, out, logsumexp, boundaries, tiles, scale
     for name in ("triton", *PEERS):
         time = time_of_peer(f"backward {case}/{name}", partial(attention_backward, *operands, name))

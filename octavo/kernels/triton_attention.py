@@ -38,17 +38,27 @@ class Tiles:
 class PackedTiles(NamedTuple):
     """Tiles of packed sequences."""
 
+    forward: Tiles
+    """For the forward pass."""
     queries: Tiles
-    """For the forward pass and dQ."""
+    """For dQ."""
     keys: Tiles
     """Of KV_BLOCK keys, those with most queries first, for dK and dV."""
 
 
-def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int) -> PackedTiles:
+def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int, head_dim: int) -> PackedTiles:
     """Tiles of sequences laid end to end."""
     keys = tiles_of(cu_seqlens, None, num_tokens, 1, KV_BLOCK)
-    queries = tiles_of(cu_seqlens, None, num_tokens, heads_per_kv_head, PREFILL_ROWS)
-    return PackedTiles(queries, Tiles(keys.table.flip(0), KV_BLOCK))
+    forward, queries = (
+        tiles_of(cu_seqlens, None, num_tokens, heads_per_kv_head, rows)
+        for rows in (packed_rows(head_dim), PREFILL_ROWS)
+    )
+    return PackedTiles(forward, queries, Tiles(keys.table.flip(0), KV_BLOCK))
+
+
+def packed_rows(head_dim: int) -> int:
+    """Of a tile of many queries whose keys are packed."""
+    return prefill_attention.ROWS if _GLUON_RUNS and head_dim in prefill_attention.WIDTHS else PREFILL_ROWS
 
 
 def decode_tiles(positions: Tensor, heads_per_kv_head: int) -> Tiles:

@@ -35,7 +35,7 @@ class PackedAttention:
     """Of the keys and values that the queries see."""
     backward: BackwardName = "triton"
     """Who computes the gradient on a GPU."""
-    _tiles: dict[tuple[int, int], PackedTiles] = field(default_factory=dict, repr=False)
+    _tiles: dict[tuple[int, int, int], PackedTiles] = field(default_factory=dict, repr=False)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform, softmax_scale: float
@@ -45,11 +45,11 @@ class PackedAttention:
         q, k = transformed(q, k, transform, self.kv_format)
         return packed_attention(q, k, v, self.cu_seqlens, softmax_scale, self.kv_format)
 
-    def tiles(self, num_tokens: int, heads_per_kv_head: int) -> PackedTiles:
+    def tiles(self, q: Tensor, k: Tensor) -> PackedTiles:
         """What the kernels' programs take; made once for all layers."""
-        key = num_tokens, heads_per_kv_head
+        key = len(q), q.shape[1] // k.shape[1], q.shape[2]
         if key not in self._tiles:
-            self._tiles[key] = packed_tiles(self.cu_seqlens, num_tokens, heads_per_kv_head)
+            self._tiles[key] = packed_tiles(self.cu_seqlens, *key)
         return self._tiles[key]
 
 
@@ -70,7 +70,7 @@ class _PackedKernels(torch.autograd.Function):
     ) -> Tensor:
         keys, values = (empty_kv(k.shape, context.kv_format, k.device, torch.float16) for _ in "kv")
         turned, _ = write_heads(q, k, v, transform, keys, values, None)
-        tiles = context.tiles(len(q), q.shape[1] // k.shape[1]).queries
+        tiles = context.tiles(q, k).forward
         out, logsumexp = attention_forward(
             turned, keys.values, values.values, keys.scale, values.scale, tiles, softmax_scale
         )
@@ -93,7 +93,7 @@ class _PackedKernels(torch.autograd.Function):
             out,
             logsumexp,
             context.cu_seqlens,
-            context.tiles(len(q), q.shape[1] // k.shape[1]),
+            context.tiles(q, k),
             ctx.softmax_scale,
             context.backward,
         )

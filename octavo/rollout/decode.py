@@ -40,14 +40,12 @@ class DecodeBuffers:
         num_pages = -(-max_tokens // cache.page_size)
         self.page_table = torch.full((max_sequences, num_pages), self.scratch_page, dtype=torch.int32, device=device)
         """[B, pages] int32, pages of each sequence in order."""
-        self.tokens = torch.zeros(max_sequences, dtype=torch.int64, device=device)
-        """[B] int64, the last token of each sequence, which the next step runs."""
-        self.positions = torch.zeros_like(self.tokens)
-        """[B] int64, its position."""
-        self.last_positions = torch.zeros_like(self.tokens)
-        """[B] int64, position of the last token that the sequence may have."""
-        self.sequence_ids = torch.zeros_like(self.tokens)
-        """[B] int64, key of the random numbers."""
+        self._pages = np.full(self.page_table.shape, self.scratch_page, dtype=np.int32)
+        self._known: list[list[int]] = [[] for _ in range(max_sequences)]
+        self._columns = torch.zeros(4, max_sequences, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.last_positions, self.sequence_ids = self._columns
+        """[B] int64 each: the last token of each sequence, which the next step runs; its position; the position of the
+        last token that the sequence may have; the key of the random numbers."""
         self.running = torch.zeros(max_sequences, dtype=torch.bool, device=device)
         """[B] bool, whether the sequence goes on."""
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
@@ -67,19 +65,20 @@ class DecodeBuffers:
 
     def fill(self, sequences: Sequence[Running], seed: int, size: int) -> None:
         """Put sequences into the first rows, and copies of the first into those up to `size`."""
-        self.clear()
         rows = [*sequences, *[sequences[0]] * (size - len(sequences))]
+        for row, sequence in enumerate(rows):  # a row mostly holds the same pages as before, and some more
+            pages, known = sequence.pages, self._known[row]
+            start = len(known) if pages[: len(known)] == known else 0
+            if start < len(pages):
+                self._pages[row, start : len(pages)] = pages[start:]
+            self._known[row] = pages[:]
         longest = max(len(sequence.pages) for sequence in rows)
-        pages = np.full((size, longest), self.scratch_page, dtype=np.int32)
-        for row, sequence in enumerate(rows):
-            pages[row, : len(sequence.pages)] = sequence.pages
-        self.page_table[:size, :longest] = torch.from_numpy(pages)
-        values = [(s.tokens[-1], s.num_tokens - 1, s.longest - 1, s.sequence_id) for s in rows]
-        buffers = (self.tokens, self.positions, self.last_positions, self.sequence_ids)
-        for buffer, column in zip(buffers, torch.tensor(values).T, strict=True):
-            buffer[:size] = column
+        self.page_table[:size, :longest] = torch.from_numpy(self._pages[:size, :longest])
+        values = [(s.last_token, s.num_tokens - 1, s.longest - 1, s.sequence_id) for s in rows]
+        self._columns[:, :size] = torch.tensor(values).T
         self.running[:size] = True
         self.seed.fill_(signed(seed))
+        self.step.zero_()
 
 
 class DecodeSteps:

@@ -235,13 +235,15 @@ class Engine:
         self, sequence: scheduler.Sequence, tokens: Sequence[int], logprobs: Sequence[float], seed: int
     ) -> None:
         """Add sampled tokens up to the sequence's end."""
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            check_finite([logprob], [(seed, sequence.sequence_id, sequence.num_tokens)])
-            sequence.completion.append(token)
-            sequence.logprobs.append(logprob)
-            self.num_sampled += 1
-            if self._reason(sequence):
-                return
+        first = sequence.num_tokens
+        count = min(len(tokens), sequence.longest - first)
+        if not self.stop_token_ids.isdisjoint(tokens):
+            ends = (i for i, token in enumerate(tokens[:count], start=1) if token in self.stop_token_ids)
+            count = next(ends, count)
+        check_finite(logprobs[:count], [(seed, sequence.sequence_id, first + i) for i in range(count)])
+        sequence.completion += tokens[:count]
+        sequence.logprobs += logprobs[:count]
+        self.num_sampled += count
 
     def _reason(self, sequence: scheduler.Sequence) -> str:
         """Why the sequence has ended; empty where it goes on."""

@@ -17,6 +17,7 @@ from octavo.kernels.triton_attention import (
     attention_forward,
     decode_tiles,
     has_kernel,
+    packed_rows,
     tiles_of,
 )
 from octavo.models.config import DecoderConfig
@@ -135,10 +136,12 @@ class PagedAttention:
         ends = [start + count for start, count in zip(first_positions, num_new, strict=True)]
         if has_kernel(cache.k):
             group = cache.num_heads // cache.num_kv_heads
-            tile_rows = DECODE_ROWS if max(num_new, default=0) * group <= DECODE_ROWS else PREFILL_ROWS
+            few = max(num_new, default=0) * group <= DECODE_ROWS
+            gathers = not few and sum(ends) <= MAX_GATHERED * len(sequence)
+            tile_rows = DECODE_ROWS if few else packed_rows(cache.k.shape[-1]) if gathers else PREFILL_ROWS
             boundaries = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
             self._tiles = tiles_of(boundaries, starts, len(sequence), group, tile_rows)
-            if tile_rows == PREFILL_ROWS and sum(ends) <= MAX_GATHERED * len(sequence):
+            if gathers:
                 self._gathered_keys = _end_to_end(slots, torch.tensor(ends, device=device))
             return
         for chunk in _chunks_of_sequences(num_new, ends, cache.num_heads):

@@ -54,6 +54,11 @@ class Sequence:
         return self.group.prompt + self.completion
 
     @property
+    def last_token(self) -> int:
+        """Of those."""
+        return (self.completion or self.group.prompt)[-1]
+
+    @property
     def num_tokens(self) -> int:
         """Their number."""
         return len(self.group.prompt) + len(self.completion)
@@ -162,8 +167,8 @@ class Scheduler:
             if group.leader is not None:
                 continue
             shared = group.pages or []
-            num_new = len(sequence.tokens) - len(shared) * self.page_size
-            needed = self._pages_for(len(sequence.tokens) + 1) - len(shared)
+            num_new = sequence.num_tokens - len(shared) * self.page_size
+            needed = self._pages_for(sequence.num_tokens + 1) - len(shared)
             if admitted and num_tokens + num_new > self.max_prefill_tokens:
                 break
             # Keep a page for each running sequence, or decode would preempt what was just admitted.
@@ -185,16 +190,16 @@ class Scheduler:
     def _grow(self) -> list[Sequence]:
         """A page more for each running sequence that needs one, preempting from the end."""
         for sequence in list(self.running):
-            if sequence not in self.running:
+            needed = self._pages_for(sequence.num_tokens) - len(sequence.pages)
+            if needed <= 0 or sequence not in self.running:
                 continue
-            needed = self._pages_for(len(sequence.tokens)) - len(sequence.pages)
             while needed > self.allocator.num_free:
                 if not self._forget_idle(keep=sequence.group):
                     self._preempt(self.running[-1])
                 if sequence not in self.running:
                     break
             else:
-                sequence.pages += self.allocator.allocate(max(needed, 0))
+                sequence.pages += self.allocator.allocate(needed)
         return list(self.running)
 
     def _preempt(self, sequence: Sequence) -> None:

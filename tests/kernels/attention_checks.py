@@ -12,6 +12,7 @@ from octavo.kernels.triton_attention import (
     PREFILL_ROWS,
     attention_forward,
     decode_tiles,
+    packed_rows,
     packed_tiles,
     tiles_of,
 )
@@ -187,7 +188,7 @@ def check_same_bits(p, *, rows=(), chunks=()):
     for height in rows:
         assert_same(packed(p, height), wanted, everything, f"packed by {height} rows")
     wide = replace(p, k=widened(p.k), v=widened(p.v))
-    for height in (PREFILL_ROWS, *rows):
+    for height in {PREFILL_ROWS, packed_rows(p.q.shape[2]), *rows}:
         assert_same(packed(wide, height), wanted, everything, f"packed by {height} rows, codes as FP16")
         for first in (0, 77):
             *found, index = apart(wide, first, height)
@@ -280,8 +281,8 @@ def check_backward(lengths, heads, back_end="triton", device="cpu"):
     (H, Hkv, Dh), T = heads, sum(lengths)
     q, k, v, d_out = (torch.randn(T, n, Dh, device=device).bfloat16() for n in (H, Hkv, Hkv, H))
     cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
-    tiles, scale = packed_tiles(cu_seqlens, T, H // Hkv), Dh**-0.5
-    out, logsumexp = attention_forward(q, k, v, None, None, tiles.queries, scale)
+    tiles, scale = packed_tiles(cu_seqlens, T, H // Hkv, Dh), Dh**-0.5
+    out, logsumexp = attention_forward(q, k, v, None, None, tiles.forward, scale)
     arguments = (d_out, q, k, v, out, logsumexp, cu_seqlens, tiles, scale, back_end)
     found = attention_backward(*arguments)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]

@@ -195,7 +195,7 @@ def test_a_back_end_of_torch_gets_what_it_takes(monkeypatch, back_end):
     out.backward(d_out.double())
     name, by = BACK_ENDS[back_end]
     monkeypatch.setattr(torch.ops.aten, name, by(getattr(torch.ops.aten, name)))
-    tiles = packed_tiles(cu_seqlens, T, H // Hkv)
+    tiles = packed_tiles(cu_seqlens, T, H // Hkv, Dh)
     # The gradient comes as a view of something larger, as it may.
     wide = torch.stack([d_out, d_out], dim=-1)[..., 0]
     found = attention_backward(wide, q, k, v, out.detach().bfloat16(), logsumexp, cu_seqlens, tiles, scale, back_end)
@@ -209,11 +209,13 @@ def test_another_back_end_is_refused():
     cu_seqlens = torch.tensor([0, 3])
     other: BackwardName = "fa3"  # type: ignore[assignment]
     with pytest.raises(ValueError, match="attention_backward must be one of triton, flash, cudnn; got 'fa3'"):
-        attention_backward(*tensors, none, cu_seqlens, packed_tiles(cu_seqlens, 3, 1), 1.0, other)
+        attention_backward(*tensors, none, cu_seqlens, packed_tiles(cu_seqlens, 3, 1, 16), 1.0, other)
 
 
 @pytest.mark.parametrize("back_end", ["triton", "flash", "cudnn"])
 def test_no_tokens(back_end):
     q, cu_seqlens = torch.zeros(0, 2, 16).bfloat16(), torch.tensor([0])
-    found = attention_backward(*[q] * 5, torch.zeros(0, 2), cu_seqlens, packed_tiles(cu_seqlens, 0, 1), 1.0, back_end)
+    found = attention_backward(
+        *[q] * 5, torch.zeros(0, 2), cu_seqlens, packed_tiles(cu_seqlens, 0, 1, 16), 1.0, back_end
+    )
     assert [x.shape for x in found] == [(0, 2, 16)] * 3
