@@ -1,10 +1,11 @@
 """Rollout of published shapes with random weights on one GPU: whole runs, prefill, decode; beside the memory's bound.
 
-    python benchmarks/rollout.py [A] [B] [C] [S] [L] [D]    # a table, and benchmarks/results/rollout.json
+    python benchmarks/rollout.py [A] [B] [C] [W] [S] [L] [D]    # a table, and benchmarks/results/rollout.json
 
 A   Qwen3-8B, 256 prompts of 512 tokens -> 1,024 each, 128 at once
 B1  Qwen3-8B, prefill of 128 x 4,096              B2  decode 4,096 -> 4,608, 128 at once
 C   Qwen3-8B, decode steps at contexts 1K to 8K, each precision at its own largest batch
+W   Qwen3-8B, decode steps at 1K of 16, 64 and 128 sequences, w8a16 over block128
 S   Qwen3-8B, decode steps of 4 sequences at 8K
 L   Llama-3.1-8B, 1,000 -> 2,000, all at once, at the best of several concurrencies
 D   Qwen3-32B, decode steps at 2K, FP8 over BF16
@@ -64,7 +65,6 @@ PRECISIONS = {
     "block128": ("block128", "bf16"),
     "block128+kv8": ("block128", "fp8"),
     "w8a16": ("w8a16", "bf16"),
-    "w8a16+kv8": ("w8a16", "fp8"),
 }
 """Recipe and KV format."""
 WITHOUT_W8A16 = ("bf16", "block128", "block128+kv8")
@@ -155,9 +155,10 @@ def prefill_and_decode(name: str, copy_gb_s: float) -> dict[str, Measure]:
         engine = Engine(decoder, config, [])
         generate_seconds(engine, 4, 4096, 2)
         generate_seconds(engine, 128, 64, 16)
-        prefill = generate_seconds(engine, 128, 4096, 1)
+        before, seconds = engine.prefill_s, generate_seconds(engine, 128, 4096, 512)
+        prefill = engine.prefill_s - before
         yield speed_row(f"B1/qwen3-8b/{name}", 128 * 4096 / prefill)
-        tok_s = 128 * 511 / (generate_seconds(engine, 128, 4096, 512) - prefill)
+        tok_s = 128 * 511 / (seconds - prefill)
         yield speed_row(f"B2/qwen3-8b/{name}", tok_s, of_bound(decoder, tok_s, 128, 4352, copy_gb_s))
 
     return {f"B2/qwen3-8b/{name}": measure}
@@ -189,6 +190,16 @@ def long_contexts(name: str, copy_gb_s: float) -> dict[str, Measure]:
 
     cases: dict[str, Measure] = {f"C/qwen3-8b/{name}/{context}": partial(measure, context) for context in CONTEXTS}
     return cases | {f"kernels of a step/qwen3-8b/{name}": kernels}
+
+
+def weights_alone(name: str, copy_gb_s: float) -> dict[str, Measure]:
+    """Protocol W for each batch."""
+    prefix = f"W/qwen3-8b/{name}"
+
+    def measure(batch: int, decoder: Decoder) -> Iterator[Row]:
+        yield decode_row(decoder, f"{prefix}/{batch}", batch, 1024, copy_gb_s)
+
+    return {f"{prefix}/{batch}": partial(measure, batch) for batch in (16, 64, 128)}
 
 
 def few_long(name: str, copy_gb_s: float) -> dict[str, Measure]:
@@ -242,23 +253,35 @@ def large_model(name: str, copy_gb_s: float) -> dict[str, Measure]:
     return {f"{prefix}/{batch}": partial(measure, batch) for batch in BATCHES}
 
 
-def over_bf16(results: Results) -> Iterator[Row]:
-    """Protocol D's own figures."""
-    speeds = {row.case: row.value for row in results.rows if row.case.startswith("D/") and row.metric == "tok_s"}
+def over(protocol: str, base: str, goal: float | None, results: Results) -> Iterator[Row]:
+    """A protocol's speeds over those of the precision `base`, batch by batch or context by context."""
+    speeds = {
+        row.case: row.value for row in results.rows if row.case.startswith(f"{protocol}/") and row.metric == "tok_s"
+    }
     for case, value in speeds.items():
-        _, shape, name, batch = case.split("/")
-        bf16 = speeds.get(f"D/{shape}/bf16/{batch}")
-        if bf16 is not None and name != "bf16":
-            yield Row(case=case, metric="speedup_vs_bf16", value=value / bf16, unit="x")
+        _, shape, name, size = case.split("/")
+        other = speeds.get(f"{protocol}/{shape}/{base}/{size}")
+        if other is not None and name != base:
+            yield Row(case=case, metric=f"speedup_vs_{base}", value=value / other, unit="x", goal=goal)
 
 
 PROTOCOLS = {
-    "A": Protocol(shape="qwen3-8b", precisions=tuple(PRECISIONS), cases=whole_runs),
-    "B": Protocol(shape="qwen3-8b", precisions=tuple(PRECISIONS), cases=prefill_and_decode),
-    "C": Protocol(shape="qwen3-8b", precisions=WITHOUT_W8A16, cases=long_contexts),
+    "A": Protocol(shape="qwen3-8b", precisions=WITHOUT_W8A16, cases=whole_runs),
+    "B": Protocol(shape="qwen3-8b", precisions=WITHOUT_W8A16, cases=prefill_and_decode),
+    "C": Protocol(
+        shape="qwen3-8b", precisions=WITHOUT_W8A16, cases=long_contexts, summary=partial(over, "C", "bf16", 1.6)
+    ),
+    "W": Protocol(
+        shape="qwen3-8b",
+        precisions=("block128", "w8a16"),
+        cases=weights_alone,
+        summary=partial(over, "W", "block128", 1.0),
+    ),
     "S": Protocol(shape="qwen3-8b", precisions=WITHOUT_W8A16, cases=few_long),
     "L": Protocol(shape="llama-3.1-8b", precisions=WITHOUT_W8A16, cases=concurrencies, summary=best_concurrency),
-    "D": Protocol(shape="qwen3-32b", precisions=WITHOUT_W8A16, cases=large_model, summary=over_bf16),
+    "D": Protocol(
+        shape="qwen3-32b", precisions=WITHOUT_W8A16, cases=large_model, summary=partial(over, "D", "bf16", None)
+    ),
 }
 """By the argument that asks for it."""
 

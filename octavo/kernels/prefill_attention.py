@@ -1,9 +1,9 @@
 """Attention of many queries over packed keys: the bits of `kernels.attention_kernels`, in Gluon.
 
 Triton waits for each product of scores before it goes on, and has every thread fetch the scales of its own keys. Here a
-warp brings keys, values and their scales to shared memory (TMA) for two groups of four warps with 64 rows each; the
-scores of the next block are under way in the tensor cores, and the sum of the last one, while a group works out the
-weights of this one. Blocks of keys that not every row sees come last, one step after another.
+warp brings keys, values (TMA) and their scales to shared memory for two groups of four warps with 64 rows each; a group
+works out the weights of a block while the tensor cores add up the block before. Blocks of keys that not every row sees
+come last, one step after another.
 
 Codes come as FP16: a group's products would else convert them again for each 128 rows.
 """
@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK
-from octavo.kernels.triton_shim import constexpr, gl, gluon, hopper, thread_barrier, tl, tma_load, triton_module
+from octavo.kernels.triton_shim import (
+    ampere,
+    constexpr,
+    copy_async,
+    gl,
+    gluon,
+    hopper,
+    thread_barrier,
+    tl,
+    tma_load,
+    triton_module,
+)
 
 WIDTHS = (64, 128)
 """Head widths that the kernel takes."""
@@ -57,13 +68,12 @@ def prefill_attention(
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
     out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
-    scaled = k_scale is not None and v_scale is not None
-    keys = [_descriptor(x.view(len(x), -1), [KV_BLOCK, Dh]) for x in (k, v)]
-    scales = [_descriptor(_by_head(x), [1, KV_BLOCK], plain=True) for x in (k_scale, v_scale) if x is not None]
+    keys = (_descriptor(x.view(len(x), -1), [KV_BLOCK, Dh]) for x in (k, v))
     prefill_attention_kernel[(Hkv * len(tiles),)](
         q,
         *keys,
-        *(scales or keys),
+        q if k_scale is None else k_scale,
+        q if v_scale is None else v_scale,
         out,
         logsumexp,
         tiles,
@@ -73,7 +83,7 @@ def prefill_attention(
         HKV=Hkv,
         DH=Dh,
         STARTS=key_starts is not None,
-        SCALED=scaled,
+        SCALED=k_scale is not None,
         STAGES=STAGES,
         REGISTERS=REGISTERS,
         num_warps=4,
@@ -82,20 +92,14 @@ def prefill_attention(
     return out, logsumexp
 
 
-def _by_head(scale: Tensor) -> Tensor:
-    """[S, Hkv] as [Hkv, S] whose rows begin at multiples of 16 bytes."""
-    rows = scale.new_empty(scale.shape[1], -(-len(scale) // 4) * 4)[:, : len(scale)]
-    return rows.copy_(scale.T)
-
-
-def _descriptor(matrix: Tensor, box: list[int], plain: bool = False) -> object:
-    layout = gl.NVMMASharedLayout(0 if plain else 128, matrix.element_size() * 8, rank=2)
+def _descriptor(matrix: Tensor, box: list[int]) -> object:
+    layout = gl.NVMMASharedLayout(128, matrix.element_size() * 8, rank=2)
     return triton_module("experimental.gluon.nvidia.hopper").TensorDescriptor.from_tensor(matrix, box, layout)
 
 
 @gluon.jit
 def prefill_attention_kernel(
-    q_ptr, k_desc, v_desc, k_scale_desc, v_scale_desc, out_ptr, logsumexp_ptr, tiles_ptr, starts_ptr, factor,
+    q_ptr, k_desc, v_desc, k_scale_ptr, v_scale_ptr, out_ptr, logsumexp_ptr, tiles_ptr, starts_ptr, factor,
     H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, STARTS: gl.constexpr, SCALED: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -115,8 +119,9 @@ def prefill_attention_kernel(
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, k_desc.layout)
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, v_desc.layout)
     if SCALED:
-        k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _KV_BLOCK], k_scale_desc.layout)
-        v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, _KV_BLOCK], v_scale_desc.layout)
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _KV_BLOCK], flat)
+        v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _KV_BLOCK], flat)
     else:
         k_scales = k_tiles
         v_scales = v_tiles
@@ -136,32 +141,38 @@ def prefill_attention_kernel(
     gl.warp_specialize([
         (_attend, (pointers, where, q_tiles.index(0), clean.index(0), shared, H // HKV, H, DH, SCALED, STAGES, 0)),
         (_attend, (pointers, where, q_tiles.index(1), clean.index(1), shared, H // HKV, H, DH, SCALED, STAGES, 1)),
-        (_fetch, (k_desc, v_desc, k_scale_desc, v_scale_desc, origin, kv_head, num_blocks, shared, DH, SCALED, STAGES)),
+        (_fetch, (k_desc, v_desc, k_scale_ptr, v_scale_ptr, origin, first_position + num_queries, kv_head, num_blocks,
+                  shared, HKV, DH, SCALED, STAGES)),
     ], [4, 1], [REGISTERS, 24])
     # fmt: on
 
 
 @gluon.jit
 def _fetch(
-    k_desc, v_desc, k_scale_desc, v_scale_desc, origin, kv_head, num_blocks, shared, DH: gl.constexpr,
-    SCALED: gl.constexpr, STAGES: gl.constexpr,
+    k_desc, v_desc, k_scale_ptr, v_scale_ptr, origin, num_keys, kv_head, num_blocks, shared, HKV: gl.constexpr,
+    DH: gl.constexpr, SCALED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: fills stages in order, each when both groups have done with what was there."""
     k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
-    BYTES: gl.constexpr = k_desc.block_type.nbytes + (k_scale_desc.block_type.nbytes if SCALED else 0)
+    two: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     for block in range(0, num_blocks):
         stage, turn = block % STAGES, block // STAGES & 1
         key = origin + block * _KV_BLOCK
         hopper.mbarrier.wait(k_empty.index(stage), turn ^ 1)
-        hopper.mbarrier.expect(k_full.index(stage), BYTES)
+        if SCALED:
+            last = gl.maximum(num_keys - 1, 0)
+            at = origin + gl.minimum(block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, two), last)
+            at = at.to(gl.int64) * HKV + kv_head
+            copy_async(k_scales.index(stage), k_scale_ptr + at)
+            ampere.async_copy.mbarrier_arrive(k_full.index(stage))
+        hopper.mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
         tma_load(k_desc, [key, kv_head * DH], k_full.index(stage), k_tiles.index(stage))
-        if SCALED:
-            tma_load(k_scale_desc, [kv_head, key], k_full.index(stage), k_scales.index(stage))
         hopper.mbarrier.wait(v_empty.index(stage), turn ^ 1)
-        hopper.mbarrier.expect(v_full.index(stage), BYTES)
-        tma_load(v_desc, [key, kv_head * DH], v_full.index(stage), v_tiles.index(stage))
         if SCALED:
-            tma_load(v_scale_desc, [kv_head, key], v_full.index(stage), v_scales.index(stage))
+            copy_async(v_scales.index(stage), v_scale_ptr + at)
+            ampere.async_copy.mbarrier_arrive(v_full.index(stage))
+        hopper.mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        tma_load(v_desc, [key, kv_head * DH], v_full.index(stage), v_tiles.index(stage))
 
 
 @gluon.jit
@@ -231,7 +242,7 @@ def _attend(
         )  # fmt: skip
         largest, total, moved, p = _exponentials(gl.where(visible, scores * factors, float("-inf")), largest, total)
         if SCALED:
-            v_scale = _row_of(v_scales, stage).load(gl.SliceLayout(0, layout))
+            v_scale = v_scales.index(stage).load(gl.SliceLayout(0, layout))
             seen = gl.where(visible, v_scale.expand_dims(0).broadcast_to([64, _KV_BLOCK]), 0.0)
             grown = gl.maximum(unit, gl.max(seen, 1))
             p = p * (seen * _inverse(grown).expand_dims(1))
@@ -272,7 +283,7 @@ def _scores(q_tile, k_tile, layout: gl.constexpr):
 def _factors(factor, k_scales, stage, layout: gl.constexpr, SCALED: gl.constexpr):
     """What scores are multiplied by, [1, 64] or a number."""
     if SCALED:
-        return (factor * _row_of(k_scales, stage).load(gl.SliceLayout(0, layout))).expand_dims(0)
+        return (factor * k_scales.index(stage).load(gl.SliceLayout(0, layout))).expand_dims(0)
     else:
         return factor
 
@@ -301,7 +312,7 @@ def _weights(
     largest, total, moved, p = _exponentials(scores * factors, largest, total)
     if SCALED:
         hopper.mbarrier.wait(v_full.index(stage), block // STAGES & 1)
-        v_scale = _row_of(v_scales, stage).load(gl.SliceLayout(0, layout))
+        v_scale = v_scales.index(stage).load(gl.SliceLayout(0, layout))
         grown = gl.maximum(unit, gl.max(v_scale, 0))  # which drops NaN
         p = p * (v_scale * _inverse(grown)).expand_dims(0)
         moved *= unit * _inverse(grown)
@@ -329,7 +340,7 @@ def _clean(
     rows: gl.constexpr = gl.SliceLayout(1, copied)
     v = v_tile.load(copied)
     if SCALED:
-        v_scale = _row_of(v_scales, stage).load(rows)
+        v_scale = v_scales.index(stage).load(rows)
         broken = v_scale != v_scale
     else:
         broken = gl.max((v.to(gl.int16, bitcast=True) & 0x7FFF).to(gl.int32), 1) >= _INFINITY_BITS
@@ -338,12 +349,6 @@ def _clean(
     hopper.fence_async_shared()
     thread_barrier()
     return gl.convert_layout(broken, gl.SliceLayout(0, layout))
-
-
-@gluon.jit
-def _row_of(scales, stage):
-    """The scales of a block, [64] in shared memory."""
-    return scales.index(stage).reshape((_KV_BLOCK,))
 
 
 @gluon.jit

@@ -109,6 +109,7 @@ class DecodeSteps:
         self.stop_tokens = torch.tensor(sorted(stop_token_ids), dtype=torch.int64, device=cache.k.device)
         self._graphed: dict[float, GraphedSteps] = {}
 
+    @torch.no_grad()
     def run(
         self, sequences: Sequence[Running], num_steps: int, sampling: SamplingConfig, seed: int
     ) -> tuple[list[list[int]], list[list[float]]]:

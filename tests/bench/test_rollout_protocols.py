@@ -2,6 +2,7 @@
 
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import rollout
@@ -30,7 +31,7 @@ def measured(tmp_path, monkeypatch):
     original = rollout.random_decoder
     monkeypatch.setattr(rollout, "SHAPES", dict.fromkeys(rollout.SHAPES, shape))
     monkeypatch.setattr(rollout, "random_decoder", random_decoder)
-    monkeypatch.setattr(rollout, "Engine", lambda *arguments: None)
+    monkeypatch.setattr(rollout, "Engine", lambda *arguments: SimpleNamespace(prefill_s=1.0))
     monkeypatch.setattr(rollout.gc, "collect", lambda: 0)
     monkeypatch.setattr(rollout, "copy_speed", lambda: 4000.0)
     monkeypatch.setattr(rollout, "BATCHES", (1, 3))
@@ -39,9 +40,12 @@ def measured(tmp_path, monkeypatch):
     monkeypatch.setattr(
         rollout, "decode_row", lambda d, case, batch, context, copy: rollout.speed_row(case, 10.0 * batch)
     )
-    monkeypatch.setattr(
-        rollout, "generate_seconds", lambda engine, count, prompt, new: new * (2.0 if count == 2 else 5.0)
-    )
+
+    def generate_seconds(engine, count, prompt, new):
+        engine.prefill_s += 5.0
+        return new * (2.0 if count == 2 else 5.0)
+
+    monkeypatch.setattr(rollout, "generate_seconds", generate_seconds)
     monkeypatch.setattr(rollout.sys, "argv", ["rollout.py"])
     monkeypatch.setenv("OUT", str(tmp_path))
 
@@ -81,16 +85,16 @@ def test_the_bound_is_in_the_note(measured):
 
 def test_whole_runs_count_sampled_tokens(measured):
     num_decoders, rows = measured("A", "B")
-    assert num_decoders == 10
-    row = rows["A/qwen3-8b/w8a16+kv8 tok_s"]
-    assert row.value == pytest.approx(256 / 5.0) and "of the bound" in row.note and "vLLM" not in row.note
+    assert num_decoders == 6
+    row = rows["A/qwen3-8b/block128 tok_s"]
+    assert row.value == pytest.approx(256 / 5.0) and "of the bound" in row.note
     assert "vLLM 0.24 on another H200: 12,014" in rows["A/qwen3-8b/block128+kv8 tok_s"].note
     assert rows["B1/qwen3-8b/bf16 tok_s"].value == pytest.approx(128 * 4096 / 5.0)
     assert rows["B2/qwen3-8b/bf16 tok_s"].value == pytest.approx(128 * 511 / (512 * 5.0 - 5.0))
 
 
 def test_an_unknown_protocol_is_refused(measured):
-    with pytest.raises(SystemExit, match="protocols are A, B, C, S, L, D; got X"):
+    with pytest.raises(SystemExit, match="protocols are A, B, C, W, S, L, D; got X"):
         measured("X")
 
 
@@ -112,8 +116,10 @@ def test_a_file_without_a_commit_is_not_gone_on_with(tmp_path, monkeypatch):
 
 def test_decode_steps_at_each_context(measured, monkeypatch):
     monkeypatch.setattr(rollout, "decode_kernels", lambda decoder, *_: {"attention": 2.0, "cast": 0.05})
-    _, rows = measured("C", "S")
+    _, rows = measured("C", "S", "W")
     assert rows["S/qwen3-8b/block128+kv8 tok_s"].value == 40.0
+    assert rows["C/qwen3-8b/block128+kv8/2048 speedup_vs_bf16"].goal == 1.6
+    assert rows["W/qwen3-8b/w8a16/64 speedup_vs_block128"].met
     assert {case for case in rows if case.startswith("C/qwen3-8b/bf16/")} == {
         f"C/qwen3-8b/bf16/{context} tok_s" for context in (1024, 2048, 4096, 8192)
     }

@@ -14,9 +14,10 @@ from lm_head_aot import stack_bytes
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from octavo.kernels import attention_kernels, backward_kernels, decode_attention, heads_kernels
+from octavo.kernels import attention_kernels, backward_kernels, decode_attention, heads_kernels, prefill_attention
 from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
 from octavo.kernels.heads import TOKENS
 from octavo.kernels.triton_attention import FEW_PROGRAMS, UNFUSED, block_width, num_warps
@@ -71,6 +72,18 @@ def fp8_decode(head_dim):
     )
 
 
+def many_queries(head_dim, scaled):
+    """`prefill_attention_kernel`."""
+    layout = repr(gl.NVMMASharedLayout(128, 16, rank=2))
+    keys = f"tensordesc<{'fp16' if scaled else 'bf16'}[{prefill_attention.KV_BLOCK}, {head_dim}],{layout}>"
+    signature = {"q_ptr": "*bf16", "k_desc": keys, "v_desc": keys, **SCALES, "out_ptr": "*bf16"}
+    signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "starts_ptr": "*i64", "factor": "fp32"}
+    constants = {"H": 32, "HKV": 8, "DH": head_dim, "STARTS": True, "SCALED": scaled}
+    constants |= {"STAGES": prefill_attention.STAGES, "REGISTERS": prefill_attention.REGISTERS}
+    kernel = prefill_attention.prefill_attention_kernel
+    return compiled(kernel, signature, constants, GluonASTSource, num_warps=4, enable_fp_fusion=False)
+
+
 def backward(name, head_dim):
     """`grad_q` or `grad_kv`."""
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "d_out_ptr"), "*bf16") | ROWS
@@ -114,6 +127,8 @@ def every_variant():
     """Name and compilation of each kernel for each width, KV format and way to lie in memory."""
     for width in decode_attention.WIDTHS:
         yield f"codes fp8 {width}", partial(fp8_decode, width)
+        for kv_format, scaled in (("bf16", False), ("fp8", True)):
+            yield f"many {kv_format} {width}", partial(many_queries, width, scaled)
     for width in (64, 96, 128):
         for kv_format, fp8 in (("bf16", False), ("fp8", True)):
             yield f"decode {kv_format} {width}", partial(forward, 16, width, 16, fp8)
@@ -131,7 +146,7 @@ def every_variant():
 
 SOME = (
     *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
-    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "codes fp8 128"),
+    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "codes fp8 128", "many fp8 128"),
 )
 """Every kernel and width once at least."""
 
