@@ -51,10 +51,10 @@ def rows_agree(N: int, K: int, device: torch.device, biased: bool) -> bool:
 
 
 @lru_cache(maxsize=256)
-def bf16_agrees(N: int, K: int, device: torch.device) -> bool:
-    """cuBLAS with 4,096 rows against `triton` with all of them and with some, in BF16 and FP32."""
+def bf16_agrees(N: int, K: int, device: torch.device, rows: int = 4096) -> bool:
+    """cuBLAS with so many rows against `triton` with all of them and with some, in BF16 and FP32."""
     w = _random(N, K, device)
-    return _cublas_agrees(w, partial(triton_product, "bf16", w=w, x_scale=None, w_scale=None))
+    return _cublas_agrees(w, partial(triton_product, "bf16", w=w, x_scale=None, w_scale=None), rows)
 
 
 @lru_cache(maxsize=256)
@@ -66,12 +66,12 @@ def w8a16_agrees(N: int, K: int, device: torch.device) -> bool:
     )
 
 
-def _cublas_agrees(w: Tensor, by_triton: Callable[..., Tensor]) -> bool:
-    x = _random(4096, w.shape[1], w.device)
+def _cublas_agrees(w: Tensor, by_triton: Callable[..., Tensor], rows: int = 4096) -> bool:
+    x = _random(rows, w.shape[1], w.device)
     rounded, whole = torch.mm(x, w.T), torch.mm(x, w.T, out_dtype=torch.float32)
     if not torch.equal(rounded, whole.bfloat16()):
         return False
-    return all(torch.equal(whole[:M], by_triton(x=x[:M], bias=None, dtype=torch.float32)) for M in (1, 64, 1000, 4096))
+    return all(torch.equal(whole[:M], by_triton(x=x[:M], bias=None, dtype=torch.float32)) for M in (1, 64, 1000, rows) if M <= rows)
 
 
 def _random(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ FEW_ROWS = 128
 WIDE = 16384
 """... but for more than half as many rows of a weight this wide."""
 CUBLAS_ROWS = 4096
-"""cuBLAS gets this many rows at a time, never another number: what it does with them has been compared."""
+"""cuBLAS gets this many rows at a time, or FEW_ROWS, and never another number: what it does with them is compared."""
 
 
 def gemm(left: Operand, right: Operand) -> Tensor:
@@ -90,8 +90,10 @@ def _backend(left: Operand, right: Operand, biased: bool) -> Backend:
         return "reference"
     M, (N, K), device = len(left.values), right.values.shape, left.values.device
     if left.scale is None:
-        agrees = agreement.bf16_agrees if right.scale is None else agreement.w8a16_agrees
-        return "cublas" if M >= CUBLAS_ROWS and agrees(N, left.values.shape[1], device) else "triton"
+        rows, K = min(M, CUBLAS_ROWS), left.values.shape[1]
+        if right.scale is None:
+            return "cublas" if rows in (FEW_ROWS, CUBLAS_ROWS) and agreement.bf16_agrees(N, K, device, rows) else "triton"
+        return "cublas" if rows == CUBLAS_ROWS and agreement.w8a16_agrees(N, K, device) else "triton"
     if not left.by_blocks:
         few = M <= FEW_ROWS and len(left.k_edges) == 2
         return "triton" if few and agreement.rows_agree(N, K, device, biased) else "scaled_mm"
@@ -148,10 +150,11 @@ def _from_bf16(x: Tensor, right: Operand, bias: Tensor | None, dtype: torch.dtyp
     if backend != "cublas":
         raise _refused(backend, "BF16 activations", "triton, cublas")
     w = right.values if right.scale is None else decode_weight(right.values, right.scale, x.shape[1])
-    whole = len(x) // CUBLAS_ROWS * CUBLAS_ROWS
+    size = CUBLAS_ROWS if len(x) >= CUBLAS_ROWS else FEW_ROWS
+    whole = len(x) // size * size
     y = torch.empty(len(x), len(w), dtype=dtype, device=x.device)
-    for start in range(0, whole, CUBLAS_ROWS):
-        rows = slice(start, start + CUBLAS_ROWS)
+    for start in range(0, whole, size):
+        rows = slice(start, start + size)
         if bias is not None or dtype != torch.bfloat16:
             part = torch.mm(x[rows], w.T, out_dtype=torch.float32)
             y[rows] = part if bias is None else part + bias
