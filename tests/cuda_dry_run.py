@@ -66,7 +66,7 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(decode_gemm, "_descriptor", lambda *_, **__: None)
     monkeypatch.setattr(engine, "has_kernel", lambda x: False)  # no graphs
-    for name in ("blocks_agree", "rows_agree", "bf16_agrees", "w8a16_agrees"):
+    for name in ("blocks_agree", "rows_agree", "bf16_agrees", "few_bf16_agree", "w8a16_agrees"):
         monkeypatch.setattr(agreement, name, lambda *_: True)
 
 

@@ -48,7 +48,7 @@ def install(monkeypatch):
     monkeypatch.setattr(gemm, "row_product", multiply("scaled_mm", False))
     monkeypatch.setattr(gemm, "triton_product", triton)
     monkeypatch.setattr(gemm, "decode_weight", decode)
-    for name in ("blocks_agree", "rows_agree", "bf16_agrees", "w8a16_agrees"):
+    for name in ("blocks_agree", "rows_agree", "bf16_agrees", "few_bf16_agree", "w8a16_agrees"):
         monkeypatch.setattr(agreement, name, lambda *_: True)
     return called
 

@@ -162,13 +162,16 @@ def bench_decode(
     found = []
     for batch, context in batches:
         sequences = running(engine, batch, context, (calls + 2) * engine.decode_steps)
-        run = partial(engine.decode.run, sequences, engine.decode_steps, SamplingConfig(), 0)
-        run()  # compiles, captures
-        times = []
+        start = partial(engine.decode.start, sequences, engine.decode_steps, SamplingConfig(), 0)
+        start().result()  # compiles, captures
+        times, run = [], start()
         for _ in range(calls):
-            start = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - start) * 1e3 / engine.decode_steps)
+            since = time.perf_counter()
+            following = start(go_on=True)  # as the engine does
+            run.result()
+            run = following
+            times.append((time.perf_counter() - since) * 1e3 / engine.decode_steps)
+        run.result()
         bound = step_bytes(decoder, batch, context) / copy_gb_s / 1e6
         found.append(DecodeSpeed(batch=batch, context=context, step_ms=statistics.median(times), bound_ms=bound))
     return found

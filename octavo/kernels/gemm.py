@@ -92,7 +92,8 @@ def _backend(left: Operand, right: Operand, biased: bool) -> Backend:
     if left.scale is None:
         rows, K = min(M, CUBLAS_ROWS), left.values.shape[1]
         if right.scale is None:
-            return "cublas" if rows in (FEW_ROWS, CUBLAS_ROWS) and agreement.bf16_agrees(N, K, device, rows) else "triton"
+            proof = {FEW_ROWS: agreement.few_bf16_agree, CUBLAS_ROWS: agreement.bf16_agrees}.get(rows)
+            return "cublas" if proof is not None and proof(N, K, device) else "triton"
         return "cublas" if rows == CUBLAS_ROWS and agreement.w8a16_agrees(N, K, device) else "triton"
     if not left.by_blocks:
         few = M <= FEW_ROWS and len(left.k_edges) == 2

@@ -1,7 +1,8 @@
 """Decode steps in a row for one batch of sequences, in buffers that stay where they are.
 
 Several steps run before the host looks: each takes the token that the one before it sampled. A sequence that ends in
-between computes its last token again until then, which changes nothing. Where a step lies in a CUDA graph
+between computes its last token again until then, which changes nothing. The next run of steps may be launched before
+the host has looked at the last. Where a step lies in a CUDA graph
 (`rollout.cuda_graph`), the batch is padded to a size that has one with copies of its first sequence, which compute and
 write what that does.
 """
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
@@ -32,7 +35,7 @@ class DecodeBuffers:
         cache: whose pages the sequences hold.
         max_sequences: rows.
         max_tokens: of the longest sequence.
-        max_steps: most steps in a row.
+        max_steps: most steps in a row, of two runs under way.
     """
 
     def __init__(self, cache: KVCache, max_sequences: int, max_tokens: int, max_steps: int) -> None:
@@ -51,11 +54,11 @@ class DecodeBuffers:
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         """[1] int64."""
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        """[1] int64, steps done."""
-        self.sampled = torch.zeros(max_steps, max_sequences, dtype=torch.int64, device=device)
-        """[steps, B] int64, tokens in the order of the steps."""
-        self.logprobs = torch.zeros(max_steps, max_sequences, device=device)
-        """[steps, B] fp32, their log-probabilities."""
+        """[1] int64, row of `sampled` of the next step."""
+        self.sampled = torch.zeros(2 * max_steps, max_sequences, dtype=torch.int64, device=device)
+        """[2 * steps, B] int64, tokens in the order of the steps, of one run and of the next."""
+        self.logprobs = torch.zeros(2 * max_steps, max_sequences, device=device)
+        """[2 * steps, B] fp32, their log-probabilities."""
 
     def clear(self) -> None:
         """No sequence: a step now writes to the scratch page."""
@@ -65,6 +68,14 @@ class DecodeBuffers:
 
     def fill(self, sequences: Sequence[Running], seed: int, size: int) -> None:
         """Put sequences into the first rows, and copies of the first into those up to `size`."""
+        rows = self.fill_pages(sequences, size)
+        values = [(s.last_token, s.num_tokens - 1, s.longest - 1, s.sequence_id) for s in rows]
+        self._columns[:, :size] = torch.tensor(values).T
+        self.running[:size] = True
+        self.seed.fill_(signed(seed))
+
+    def fill_pages(self, sequences: Sequence[Running], size: int) -> list[Running]:
+        """Put the pages of sequences into the first rows, and of the first into those up to `size`; whose they are."""
         rows = [*sequences, *[sequences[0]] * (size - len(sequences))]
         for row, sequence in enumerate(rows):  # a row mostly holds the same pages as before, and some more
             pages, known = sequence.pages, self._known[row]
@@ -73,12 +84,27 @@ class DecodeBuffers:
                 self._pages[row, start : len(pages)] = pages[start:]
             self._known[row] = pages[:]
         longest = max(len(sequence.pages) for sequence in rows)
-        self.page_table[:size, :longest] = torch.from_numpy(self._pages[:size, :longest])
-        values = [(s.last_token, s.num_tokens - 1, s.longest - 1, s.sequence_id) for s in rows]
-        self._columns[:, :size] = torch.tensor(values).T
-        self.running[:size] = True
-        self.seed.fill_(signed(seed))
-        self.step.zero_()
+        table = torch.from_numpy(self._pages[:size, :longest])
+        if self.page_table.is_cuda:
+            table = table.pin_memory()  # else the host would wait for the steps under way
+        self.page_table[:size, :longest].copy_(table, non_blocking=True)
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Decode steps that were launched."""
+
+    num_steps: int
+    _tokens: Tensor
+    _logprobs: Tensor
+    _done: torch.cuda.Event | None
+
+    def result(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probabilities, a list a step of a value a sequence; waits until they are there."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._tokens.tolist(), self._logprobs.tolist()
 
 
 class DecodeSteps:
@@ -103,42 +129,66 @@ class DecodeSteps:
         max_steps: int,
         graphs: bool,
     ) -> None:
-        self.decoder, self.cache, self.graphs = decoder, cache, graphs
+        self.decoder, self.cache, self.graphs, self.max_steps = decoder, cache, graphs, max_steps
+        self._first_row = 0
         rows = padded_size(max_sequences) if graphs else max_sequences
         self.buffers = DecodeBuffers(cache, rows, max_tokens, max_steps)
         self.stop_tokens = torch.tensor(sorted(stop_token_ids), dtype=torch.int64, device=cache.k.device)
         self._graphed: dict[float, GraphedSteps] = {}
 
-    @torch.no_grad()
     def run(
         self, sequences: Sequence[Running], num_steps: int, sampling: SamplingConfig, seed: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Sample `num_steps` tokens for each sequence; what follows a sequence's end is to be ignored.
+        """The result of `start`."""
+        return self.start(sequences, num_steps, sampling, seed).result()
+
+    @torch.no_grad()
+    def start(
+        self,
+        sequences: Sequence[Running],
+        num_steps: int,
+        sampling: SamplingConfig,
+        seed: int,
+        *,
+        go_on: bool = False,
+    ) -> Run:
+        """Have `num_steps` tokens sampled for each sequence; what follows a sequence's end is to be ignored.
 
         Args:
             sequences: with pages for their tokens so far and `num_steps - 1` more, or up to their end.
             num_steps: at most `max_steps`.
             sampling: how tokens are drawn.
             seed: of the random numbers.
-
-        Returns:
-            Tokens and log-probabilities, a list a step of a value a sequence.
+            go_on: after the run before, of the same sequences, of which no more than one may not have been looked at.
 
         Raises:
             NonFiniteLogits: those of a sequence that had not ended are not finite.
         """
         step, size = self._step_of(sampling), len(sequences)
-        if self.graphs and not looks_at_host(sampling):
+        if self.runs_ahead(sampling):
             if sampling.temperature not in self._graphed:
                 self._graphed[sampling.temperature] = GraphedSteps(step, self._harmless)
             step, size = self._graphed[sampling.temperature], padded_size(size)
             step.prepare(size)
-        self.buffers.fill(sequences, seed, size)
+        buffers, n = self.buffers, len(sequences)
+        if go_on:
+            buffers.fill_pages(sequences, size)
+        else:
+            buffers.fill(sequences, seed, size)
+        self._first_row = self.max_steps - self._first_row  # the other half
+        buffers.step.fill_(self._first_row)
         for _ in range(num_steps):
             step(size)
-        n = len(sequences)
-        tokens, logprobs = self.buffers.sampled[:num_steps, :n].cpu(), self.buffers.logprobs[:num_steps, :n].cpu()
-        return tokens.tolist(), logprobs.tolist()
+        rows = slice(self._first_row, self._first_row + num_steps)
+        tokens, logprobs = (_on_its_way(x[rows, :n]) for x in (buffers.sampled, buffers.logprobs))
+        done = torch.cuda.Event() if buffers.tokens.is_cuda else None
+        if done is not None:
+            done.record()
+        return Run(num_steps, tokens, logprobs, done)
+
+    def runs_ahead(self, sampling: SamplingConfig) -> bool:
+        """Whether `start` returns before its steps are done."""
+        return self.graphs and not looks_at_host(sampling)
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -176,3 +226,8 @@ class DecodeSteps:
             positions += running
 
         return step
+
+
+def _on_its_way(x: Tensor) -> Tensor:
+    """x on the host, once its device has come so far."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)

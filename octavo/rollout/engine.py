@@ -6,7 +6,8 @@ It owns no weights. It runs the trainer's decoder, so a re-quantisation after an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -22,6 +23,8 @@ from octavo.rollout.kv_cache import KVCache, PagedAttention
 from octavo.rollout.sampler import SamplingConfig, check_finite, draw, signed
 from octavo.rollout.scheduler import PromptGroup, Scheduler
 
+Steps = tuple[list[list[int]], list[list[float]]]
+"""Sampled tokens and their log-probabilities, a list a step of a value a sequence."""
 MAX_GROUP_SIZE = 2**20
 """Random numbers are keyed by prompt index * this + group member, so a larger group keeps the smaller one's samples."""
 
@@ -41,7 +44,7 @@ class EngineConfig:
     """Most sequences running at once."""
     max_prefill_tokens: int = 8192
     """Most new tokens in one prefill step."""
-    decode_steps: int = 8
+    decode_steps: int = 4
     """Decode steps in a row before the host looks which completions have ended, where kernels run; else 1."""
     cuda_graphs: bool = True
     """Run decode steps as CUDA graphs, where kernels run."""
@@ -188,16 +191,8 @@ class Engine:
         for group in sequences:
             for sequence in group:
                 queue.add(sequence)
-        while batch := queue.schedule():
-            if any(sequence.is_new for sequence in batch):
-                steps = self._prefill(batch, sampling, seed)
-            else:
-                wanted = min(self.decode_steps, max(s.longest - s.num_tokens for s in batch))
-                steps = self.decode.run(batch, queue.steps_ahead(batch, wanted), sampling, seed)
-            for sequence, tokens, logprobs in zip(batch, *(zip(*values, strict=True) for values in steps), strict=True):
-                self._append(sequence, tokens, logprobs, seed)
-            queue.stored(batch)
-            finished = [sequence for sequence in batch if self._reason(sequence)]
+
+        def finish(finished: list[scheduler.Sequence]) -> None:
             for sequence in finished:
                 queue.finish(sequence, self._reason(sequence))
                 if on_completion is not None:
@@ -205,12 +200,52 @@ class Engine:
                     on_completion(p - first_index, g, _completion(sequence))
             if progress is not None:
                 progress(len(finished))
+
+        while batch := queue.schedule():
+            if any(sequence.is_new for sequence in batch):
+                finish(self._take(queue, batch, self._prefill(batch, sampling, seed), seed))
+                continue
+            for steps in self._decode(queue, batch, sampling, seed):
+                finish(self._take(queue, batch, steps, seed))
         self.num_preemptions = queue.num_preemptions
         return [[_completion(sequence) for sequence in group] for group in sequences]
 
-    def _prefill(
-        self, batch: list[scheduler.Sequence], sampling: SamplingConfig, seed: int
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    def _decode(
+        self, queue: Scheduler, batch: list[scheduler.Sequence], sampling: SamplingConfig, seed: int
+    ) -> Iterator[Steps]:
+        """Runs of decode steps until a sequence has ended or pages are short; the next starts before one is looked at.
+
+        A sequence that turns out to have ended does no harm in the run after: its pages are given to none that is
+        launched before.
+        """
+        runs = deque([self.decode.start(batch, queue.steps_ahead(batch, self._wanted(batch, 0)), sampling, seed)])
+        while runs:
+            under_way = sum(run.num_steps for run in runs)
+            wanted = self._wanted(batch, under_way)
+            if (
+                self.decode.runs_ahead(sampling)
+                and wanted > 0
+                and not any(sequence.finish_reason for sequence in batch)
+            ):
+                if steps := queue.steps_ahead(batch, wanted, under_way):
+                    runs.append(self.decode.start(batch, steps, sampling, seed, go_on=True))
+            yield runs.popleft().result()
+
+    def _wanted(self, batch: list[scheduler.Sequence], under_way: int) -> int:
+        return min(self.decode_steps, max(s.longest - s.num_tokens for s in batch) - under_way)
+
+    def _take(
+        self, queue: Scheduler, batch: list[scheduler.Sequence], steps: Steps, seed: int
+    ) -> list[scheduler.Sequence]:
+        """Give each sequence that goes on its tokens; those that they end."""
+        for sequence, tokens, logprobs in zip(batch, *(zip(*values, strict=True) for values in steps), strict=True):
+            if not sequence.finish_reason:
+                self._append(sequence, tokens, logprobs, seed)
+        going = [sequence for sequence in batch if not sequence.finish_reason]
+        queue.stored(going)
+        return [sequence for sequence in going if self._reason(sequence)]
+
+    def _prefill(self, batch: list[scheduler.Sequence], sampling: SamplingConfig, seed: int) -> Steps:
         """Run the new tokens of each sequence and sample its next one; the one step of `DecodeSteps.run`."""
         start = time.perf_counter()
         new = [sequence.tokens[sequence.num_stored :] for sequence in batch]

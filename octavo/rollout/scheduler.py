@@ -118,24 +118,25 @@ class Scheduler:
         prefill = self._admit()
         return prefill if prefill else self._grow()
 
-    def steps_ahead(self, sequences: list[Sequence], wanted: int) -> int:
+    def steps_ahead(self, sequences: list[Sequence], wanted: int, under_way: int = 0) -> int:
         """Take free pages for decode steps in a row.
 
         Args:
             sequences: those of a decode step, as scheduled.
-            wanted: most steps; 1 needs no more pages.
+            wanted: most steps.
+            under_way: steps that are launched, but not looked at; the first after a schedule needs no more pages.
 
         Returns:
-            How many steps the free pages allow, at least 1.
+            How many steps the free pages allow, at least 1 if none are under way.
         """
-        for steps in range(wanted, 1, -1):
-            ends = [min(s.num_tokens + steps - 1, s.longest - 1) for s in sequences]
+        for steps in range(wanted, 0 if under_way else 1, -1):
+            ends = [min(s.num_tokens + under_way + steps - 1, s.longest - 1) for s in sequences]
             needed = [max(self._pages_for(end) - len(s.pages), 0) for s, end in zip(sequences, ends, strict=True)]
             if sum(needed) <= self.allocator.num_free:
                 for sequence, count in zip(sequences, needed, strict=True):
                     sequence.pages += self.allocator.allocate(count)
                 return steps
-        return 1
+        return 0 if under_way else 1
 
     def stored(self, sequences: list[Sequence]) -> None:
         """Note that all tokens of these sequences but the last, just sampled, are computed and stored."""

@@ -14,7 +14,7 @@ from octavo.models.config import read_config
 from octavo.numerics.recipe import get_recipe
 
 CPU = torch.device("cpu")
-PROOFS = ("blocks_agree", "rows_agree", "bf16_agrees", "w8a16_agrees")
+PROOFS = ("blocks_agree", "rows_agree", "bf16_agrees", "few_bf16_agree", "w8a16_agrees")
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from octavo.kernels.operands import grid_operand, kernel_operand, quantize_matri
 from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X128, PER_ROW
 
 CPU = torch.device("cpu")
-PROOFS = {name: getattr(agreement, name).__wrapped__ for name in ("blocks_agree", "rows_agree", "bf16_agrees")}
-PROOFS["w8a16_agrees"] = agreement.w8a16_agrees.__wrapped__
+NAMES = "blocks_agree", "rows_agree", "bf16_agrees", "few_bf16_agree", "w8a16_agrees"
+PROOFS = {name: getattr(agreement, name).__wrapped__ for name in NAMES}
 ARGUMENTS = {  # N, K, device, and whether there is a bias
     "blocks_agree": [(256, 128, CPU, False), (256, 128, CPU, True)],
     "rows_agree": [(96, 208, CPU, False), (96, 208, CPU, True)],
     "bf16_agrees": [(96, 200, CPU)],
+    "few_bf16_agree": [(96, 200, CPU)],
     "w8a16_agrees": [(128, 200, CPU), (128, 256, CPU)],
 }
 every_proof = pytest.mark.parametrize("name, arguments", [(n, a) for n, calls in ARGUMENTS.items() for a in calls])
@@ -42,7 +43,7 @@ def test_equal_products_agree_at_few_rows_and_many(shapes, name, arguments):
     state = torch.get_rng_state()
     assert PROOFS[name](*arguments)
     rows = [M for _, M, _, _ in shapes]
-    assert rows[0] == 1 and max(rows) >= (128 if name == "rows_agree" else 4096)
+    assert rows[0] == 1 and max(rows) >= (128 if name in ("rows_agree", "few_bf16_agree") else 4096)
     assert {(K, biased) for _, _, K, biased in shapes} == {(arguments[1], len(arguments) > 3 and arguments[3])}
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -69,6 +70,7 @@ def test_a_last_bit_in_any_of_them_is_seen(shapes, monkeypatch, name, arguments)
         (BLOCK_1X128, BLOCK_128X128, 300, "blocks_agree", (512, 256)),
         (PER_ROW, PER_ROW, 30, "rows_agree", (280, 208)),
         (None, None, 4096, "bf16_agrees", (280, 200)),
+        (None, None, 128, "few_bf16_agree", (280, 200)),
         (None, BLOCK_128X128, 4096, "w8a16_agrees", (512, 200)),
     ],
 )

@@ -33,7 +33,7 @@ if __name__ == "__main__":
         lows = [logprob for group in completions for completion in group for logprob in completion.rollout_logprobs]
         assert min(lows) < -1.0
 
-        step = engine.decode.run
+        step = engine.decode.start
 
         def sabotaged(sequences, *arguments):
             slot = sequences[0].pages[0] * 4 + 1
@@ -41,6 +41,6 @@ if __name__ == "__main__":
             codes[(codes & 0x7F).argmax()] ^= 0x08
             return step(sequences, *arguments)
 
-        patch.setattr(engine.decode, "run", sabotaged)
+        patch.setattr(engine.decode, "start", sabotaged)
         completions = engine.generate(prompts[:1], sampling, max_completion_tokens=3, seed=2**64 - 3)
         assert (mismatch(decoder, completions, sampling.temperature) != 0.0).any()

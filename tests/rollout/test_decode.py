@@ -16,7 +16,7 @@ from octavo.layers.linear import quantized_layers
 from octavo.numerics.recipe import get_recipe
 from octavo.rollout import decode as decode_module
 from octavo.rollout.cuda_graph import GraphedSteps, padded_size
-from octavo.rollout.decode import DecodeSteps
+from octavo.rollout.decode import DecodeSteps, Run
 from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import NonFiniteLogits, SamplingConfig
 
@@ -70,13 +70,16 @@ def one_by_one(decoder):
     return completions
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_steps_in_a_row_change_no_completion(decoder, one_by_one, seed):
+def test_steps_in_a_row_change_no_completion(decoder, one_by_one, monkeypatch, seed, ahead):
+    monkeypatch.setattr(decode_module, "GraphedSteps", Replayed)
     rng = random.Random(seed)
     size = rng.choice([1, 2, 5, 16])
     engine = engine_of(
         decoder,
         rng.choice([2, 3, 8, 40]),
+        graphs=ahead,
         page_size=size,
         kv_cache_tokens=rng.choice([48, 64, 100, 4096]),
         max_sequences=rng.choice([1, 3, 64]),
@@ -84,10 +87,33 @@ def test_steps_in_a_row_change_no_completion(decoder, one_by_one, seed):
     assert generate(engine) == one_by_one
 
 
+def test_a_run_starts_before_the_last_is_looked_at_until_a_sequence_ends(decoder, one_by_one, monkeypatch):
+    monkeypatch.setattr(decode_module, "GraphedSteps", Replayed)
+    events = []
+    start, result = DecodeSteps.start, Run.result
+
+    def started(self, sequences, num_steps, *args, go_on=False):
+        events.append(("start", num_steps, go_on))
+        return start(self, sequences, num_steps, *args, go_on=go_on)
+
+    monkeypatch.setattr(DecodeSteps, "start", started)
+    monkeypatch.setattr(Run, "result", lambda self: events.append(("look", self.num_steps)) or result(self))
+    engine = engine_of(decoder, 8, graphs=True)
+    assert generate(engine) == one_by_one
+    first_end = next(i for i, event in enumerate(events[2:], start=2) if event[0] == "start" and not event[2])
+    assert events[:2] == [("start", 8, False), ("start", 8, True)] and events[first_end - 1][0] == "look"
+    engine.stop_token_ids = frozenset()
+    engine.decode.stop_tokens = torch.tensor([], dtype=torch.int64)
+    events.clear()
+    generate(engine, group_size=1)  # 21 tokens, the first from the prefill: nothing is wasted at the end
+    runs = [("start", 8, False), ("start", 8, True), ("look", 8), ("start", 4, True), ("look", 8), ("look", 4)]
+    assert events == runs
+
+
 def test_steps_in_a_row_look_at_the_host_less_often(decoder, monkeypatch):
     looks = []
-    run = DecodeSteps.run
-    monkeypatch.setattr(DecodeSteps, "run", lambda self, *args: looks.append(args[1]) or run(self, *args))
+    start = DecodeSteps.start
+    monkeypatch.setattr(DecodeSteps, "start", lambda self, *args: looks.append(args[1]) or start(self, *args))
     engine = engine_of(decoder, 8)
     engine.stop_token_ids = frozenset()
     engine.decode.stop_tokens = torch.tensor([], dtype=torch.int64)
