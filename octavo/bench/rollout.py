@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from octavo.bench.measure import copy_speed, kernel_milliseconds, require_cuda
 from octavo.kernels.device import require_kernels
+from octavo.kernels.early_launch import one_after_another
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import DecoderConfig
 from octavo.models.decoder import Block, Decoder, drop_masters_
@@ -178,11 +179,12 @@ def bench_decode(
 
 
 def decode_kernels(decoder: Decoder, batch: int, context: int, engine_config: EngineConfig) -> dict[str, float]:
-    """Kernel -> milliseconds of a decode step, longest first."""
+    """Kernel -> milliseconds of a decode step whose kernels start one after another, longest first."""
     engine = filled_engine(decoder, engine_config)
     sequences = running(engine, batch, context, 4 * engine.decode_steps)
     run = partial(engine.decode.run, sequences, engine.decode_steps, SamplingConfig(), 0)
-    return {name: ms / engine.decode_steps for name, ms in kernel_milliseconds(run).items()}
+    with one_after_another():
+        return {name: ms / engine.decode_steps for name, ms in kernel_milliseconds(run).items()}
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK
+from octavo.kernels.cast_outputs import BLOCK, UNPADDED, outputs
 from octavo.kernels.early_launch import early_launch
 from octavo.kernels.triton_shim import (
     HAS_REINTERPRET,
@@ -31,6 +32,7 @@ from octavo.kernels.triton_shim import (
     thread_barrier,
     tl,
 )
+from octavo.numerics.fp8 import BLOCK_1X128, E4M3_MAX, MIN_AMAX, ScaleRounding
 
 WIDTHS = (64, 128)
 """Head widths that the kernel takes."""
@@ -45,6 +47,8 @@ _LN_2 = constexpr(0.6931471805599453)
 _FP16_MAX = constexpr(65504.0)
 _ONE_BITS = constexpr(0x3F800000)
 _UNIT = constexpr(2.0**-23)
+_MAX = constexpr(E4M3_MAX)
+_MIN_AMAX = constexpr(MIN_AMAX)
 
 
 def decode_attention(
@@ -57,6 +61,7 @@ def decode_attention(
     factor: float,
     page_table: Tensor,
     page_size: int,
+    rounding: ScaleRounding | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query of each sequence over its pages.
 
@@ -68,42 +73,52 @@ def decode_attention(
         factor: softmax_scale * log2(e).
         page_table: [N, pages] int, pages of each sequence in order.
         page_size: tokens in a page.
+        rounding: of scales, to have the result cast by blocks of 1x128; for Dh = 128, where such a block is a head.
 
     Returns:
-        [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
+        [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32; or the cast of the former, q [T, H * Dh]
+        e4m3 and scale [T, H] fp32.
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
-    out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
+    if rounding is None:
+        out, second = torch.empty_like(q), torch.empty(T, H, device=q.device)
+    else:
+        assert Dh == BLOCK, f"a block of 128 is no head of {Dh}"
+        out, second = outputs("decode_attention", torch.Size((T, H * Dh)), BLOCK_1X128, q.device, UNPADDED, None)
     decode_attention_kernel[(Hkv * len(tiles),)](
         q,
         k,
         v,
         k_scale,
         v_scale,
-        out,
-        logsumexp,
+        out if rounding is None else out.view(torch.int16),
+        second,
         tiles,
         page_table,
         factor,
         page_table.stride(0),
+        out.stride(0) // 2,
+        second.stride(1),
         H=H,
         HKV=Hkv,
         DH=Dh,
         PAGE=page_size,
         STAGES=STAGES,
         WARPS=WARPS,
+        CAST=rounding is not None,
+        POWER_OF_TWO=rounding == "power_of_two",
         num_warps=WARPS,
         enable_fp_fusion=False,
         **early_launch(q),
     )
-    return out, logsumexp
+    return out, second
 
 
-@gluon.jit(do_not_specialize=["stride_table"])
+@gluon.jit(do_not_specialize=["stride_table", "stride_out", "stride_scale"])
 def decode_attention_kernel(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, logsumexp_ptr, tiles_ptr, table_ptr, factor, stride_table,
-    H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, EARLY: gl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, out_ptr, second_ptr, tiles_ptr, table_ptr, factor, stride_table,
+    stride_out, stride_scale, H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, PAGE: gl.constexpr,
+    STAGES: gl.constexpr, WARPS: gl.constexpr, CAST: gl.constexpr, POWER_OF_TWO: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """A KV head and a query; arguments as of `attention_kernel`. Warps share keys, and then widths."""
     GROUP: gl.constexpr = H // HKV
@@ -195,13 +210,21 @@ def decode_attention_kernel(
     scale = (unit / total).expand_dims(1)
     row = gl.arange(0, _ROWS, by_row)
     here = row < GROUP
-    row_at = first_query.to(gl.int64) * H + kv_head * GROUP + row
+    even, odd = (even * scale).to(gl.bfloat16), (odd * scale).to(gl.bfloat16)
+    head = kv_head * GROUP + row
     pair = gl.arange(0, DH // 2, gl.SliceLayout(0, mma))
-    at = out_ptr + row_at.expand_dims(1) * DH + 2 * pair.expand_dims(0)
     mask = here.expand_dims(1) & (pair < DH // 2).expand_dims(0)
-    gl.store(at, (even * scale).to(gl.bfloat16), mask=mask)
-    gl.store(at + 1, (odd * scale).to(gl.bfloat16), mask=mask)
-    gl.store(logsumexp_ptr + row_at, (largest + gl.log2(total)) * _LN_2, mask=here)
+    if CAST:
+        codes, cast_scale = _cast(even.to(gl.float32), odd.to(gl.float32), DH, POWER_OF_TWO)
+        at = out_ptr + first_query.to(gl.int64) * stride_out
+        gl.store(at + (head * (DH // 2)).expand_dims(1) + pair.expand_dims(0), codes, mask=mask)
+        gl.store(second_ptr + head * stride_scale + first_query, cast_scale, mask=here)
+    else:
+        row_at = first_query.to(gl.int64) * H + head
+        at = out_ptr + row_at.expand_dims(1) * DH + 2 * pair.expand_dims(0)
+        gl.store(at, even, mask=mask)
+        gl.store(at + 1, odd, mask=mask)
+        gl.store(second_ptr + row_at, (largest + gl.log2(total)) * _LN_2, mask=here)
 
 
 @gluon.jit
@@ -249,6 +272,40 @@ def _value_operands(tile, DH: gl.constexpr, mma: gl.constexpr, pairs: gl.constex
         is_pure=True,
         pack=2,
     )
+
+
+@gluon.jit
+def _cast(even, odd, DH: gl.constexpr, POWER_OF_TWO: gl.constexpr):
+    """`kernels.e4m3` of rows: even and odd columns -> int16 pairs of codes, and the scale of each row."""
+    bits = gl.maximum(even.to(gl.int32, bitcast=True) & 0x7FFFFFFF, odd.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
+    amax_bits = gl.max(bits, 1)
+    amax = gl.maximum(amax_bits.to(gl.float32, bitcast=True), _MIN_AMAX)
+    scale = amax * (1.0 / _MAX)
+    scale = gl.fma(gl.fma(scale, -1.0 * _MAX, amax), 1.0 / _MAX, scale)
+    if POWER_OF_TWO:
+        scale = ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
+    scale = gl.where(amax_bits < 0x7F800000, scale, float("nan"))
+    guess = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=gl.float32, is_pure=True, pack=1
+    )
+    minus = -gl.fma(guess, gl.fma(guess, -scale, 1.0), guess)
+    codes = gl.inline_asm_elementwise(
+        "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+        "=h,f,f",
+        [_minus_quotient(even, scale, minus), _minus_quotient(odd, scale, minus)],
+        dtype=gl.int16,
+        is_pure=True,
+        pack=1,
+    )
+    return codes ^ -0x7F80, scale
+
+
+@gluon.jit
+def _minus_quotient(x, scale, minus_inverse):
+    scale = scale.expand_dims(1).broadcast_to(x.shape)
+    minus_inverse = minus_inverse.expand_dims(1).broadcast_to(x.shape)
+    y = x * minus_inverse
+    return gl.fma(gl.fma(y, scale, x), minus_inverse, y)
 
 
 @gluon.jit

@@ -8,6 +8,8 @@ write one lets nothing start early.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +21,20 @@ MAX_EARLY_ROWS = 256
 """Tokens of a decode step, at most; beside what a kernel does with more, its launch is nothing."""
 
 
+_wanted = True
+
+
+@contextmanager
+def one_after_another() -> Iterator[None]:
+    """Inside no kernel starts early: a profile would count its wait as its time."""
+    global _wanted
+    _wanted = False
+    try:
+        yield
+    finally:
+        _wanted = True
+
+
 def early_launch(x: Tensor, allowed: bool = True) -> dict[str, Any]:
     """EARLY, which the kernel hands to `begin`, and the option of its launch; False but on Hopper, for few rows.
 
@@ -26,7 +42,7 @@ def early_launch(x: Tensor, allowed: bool = True) -> dict[str, Any]:
         x: [T, ...], what the kernel reads.
         allowed: False where it may write a weight.
     """
-    few = allowed and x.is_cuda and len(x) <= MAX_EARLY_ROWS
+    few = _wanted and allowed and x.is_cuda and len(x) <= MAX_EARLY_ROWS
     early = few and HAS_GLUON and not INTERPRETED and suits_kernels(x.device)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 

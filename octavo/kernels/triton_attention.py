@@ -132,7 +132,7 @@ def attention_forward(
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
     num_programs, factor = Hkv * len(tiles.table), softmax_scale * LOG2_E
-    if T and page_table is not None and k_scale is not None and v_scale is not None and _decodes_fp8(tiles, Dh):
+    if T and page_table is not None and k_scale is not None and v_scale is not None and decodes_fp8(tiles, Dh):
         return decode_attention.decode_attention(q, k, v, k_scale, v_scale, tiles.table, factor, page_table, page_size)
     if T and page_table is None and _prefills(tiles, Dh, k):
         return prefill_attention.prefill_attention(q, k, v, k_scale, v_scale, tiles.table, factor, key_starts)
@@ -169,7 +169,7 @@ def attention_forward(
     return out, logsumexp
 
 
-def _decodes_fp8(tiles: Tiles, head_dim: int) -> bool:
+def decodes_fp8(tiles: Tiles, head_dim: int) -> bool:
     """Whether the faster kernel takes these tiles over FP8 pages; it gives the same bits."""
     return _GLUON_RUNS and tiles.one_query and tiles.rows == DECODE_ROWS and head_dim in decode_attention.WIDTHS
 

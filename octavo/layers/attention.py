@@ -10,8 +10,10 @@ from torch import Tensor
 
 from octavo.kernels.attention import packed_attention
 from octavo.kernels.attention_backward import BackwardName, attention_backward
+from octavo.kernels.cast_outputs import Cast
 from octavo.kernels.heads import HeadTransform, empty_kv, heads_backward, transformed, write_heads
 from octavo.kernels.triton_attention import PackedTiles, attention_forward, has_kernel, packed_tiles
+from octavo.numerics.fp8 import ScaleRounding
 from octavo.numerics.recipe import StorageFormat
 
 
@@ -22,6 +24,22 @@ class AttentionContext(Protocol):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform, softmax_scale: float
     ) -> Tensor:
         """q [T, H, Dh], new k and v [T, Hkv, Dh] as projected, transform of q and k -> [T, H, Dh]."""
+        ...
+
+    def attend_cast(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        transform: HeadTransform,
+        softmax_scale: float,
+        rounding: ScaleRounding,
+    ) -> Cast | None:
+        """As `attend`, cast by blocks of 1x128: q [T, H * Dh] e4m3, scale [T, H * Dh / 128] fp32.
+
+        Or None, and nothing is done.
+        """
         ...
 
 
@@ -44,6 +62,9 @@ class PackedAttention:
             return _PackedKernels.apply(q, k, v, transform.q_gain, transform.k_gain, transform, self, softmax_scale)
         q, k = transformed(q, k, transform, self.kv_format)
         return packed_attention(q, k, v, self.cu_seqlens, softmax_scale, self.kv_format)
+
+    def attend_cast(self, *arguments: Any) -> None:
+        """None: its kernels cast nothing."""
 
     def tiles(self, q: Tensor, k: Tensor) -> PackedTiles:
         """What the kernels' programs take; made once for all layers."""

@@ -99,11 +99,16 @@ class Block(nn.Module):
 
     def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor) -> Tensor:
         """qkv [T, (H + 2 Hkv) * Dh] as projected -> [T, H * Dh]."""
+        return context.attend(self.index, *self.heads(qkv, cos, sin, num_saturated), self.head_dim**-0.5).flatten(1)
+
+    def heads(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, num_saturated: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, HeadTransform]:
+        """q [T, H, Dh], k and v [T, Hkv, Dh] as projected, and what becomes of q and k."""
         q, k, v = (x.unflatten(1, (-1, self.head_dim)) for x in qkv.split(self.qkv_proj.splits, dim=1))
         q_gain, k_gain = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         counter = num_saturated if self.qkv_proj.observing else torch.zeros_like(num_saturated)
-        transform = HeadTransform(cos, sin, q_gain, k_gain, self.norm_eps, counter)
-        return context.attend(self.index, q, k, v, transform, self.head_dim**-0.5).flatten(1)
+        return q, k, v, HeadTransform(cos, sin, q_gain, k_gain, self.norm_eps, counter)
 
 
 class Decoder(nn.Module):

@@ -2,6 +2,7 @@
 
     h, q = cast(norm(h + delta))       one kernel, before qkv_proj and gate_up_proj
     q = cast(swiglu(gate_up))          one kernel, before down_proj
+    q = cast(attention)                one kernel, before o_proj, where it decodes over FP8 keys of heads of 128
 
 Where a layer reads X as it is, or under a scale that is frozen or of all tokens, its norm and SwiGLU stay alone. With a
 gradient that is so but where WGrad, too, reads X in blocks (`models.fused_functions`).
@@ -48,7 +49,7 @@ def _run(
     delta = None
     for block in blocks:
         h, qkv = _projected(block.qkv_proj, block.input_norm, h, delta)
-        delta = block.o_proj(block.attend(qkv, cos, sin, context, num_saturated))
+        delta = _attended(block, qkv, cos, sin, context, num_saturated)
         gate_up, down, norm = block.gate_up_proj, block.down_proj, block.post_norm
         if torch.is_grad_enabled() and _block_of(gate_up) and _block_of(down):
             weights = norm.weight, gate_up.weight, down.weight
@@ -93,6 +94,19 @@ def _projected(layer: FP8Linear, norm: Norm, h: Tensor, delta: Tensor | None) ->
         h, delta, norm.weight, norm.norm_eps, quant_block=block, rounding=rounding, pad_to=PADDING[block]
     )
     return made.h, layer.multiply(cast_operand(made.q, made.scale, [layer.in_features], block))
+
+
+def _attended(
+    block: Block, qkv: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, num_saturated: Tensor
+) -> Tensor:
+    """The projection of attention's output, cast by attention itself where that is possible."""
+    layer = block.o_proj
+    if not torch.is_grad_enabled() and _block_of(layer) == BLOCK_1X128:
+        heads, rounding = block.heads(qkv, cos, sin, num_saturated), layer.recipe.scale_rounding
+        made = context.attend_cast(block.index, *heads, block.head_dim**-0.5, rounding)
+        if made is not None:
+            return layer.multiply(cast_operand(*made, [layer.in_features]))
+    return layer(block.attend(qkv, cos, sin, context, num_saturated))
 
 
 def _down(layer: FP8Linear, gate_up: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +138,9 @@ class _Listener:
         out = self.context.attend(layer, q, k, v, transform, softmax_scale)
         self.outputs[f"{name}.attention"] = out.flatten(1)
         return out
+
+    def attend_cast(self, *arguments: Any) -> None:
+        """None: what attention gives is wanted as it is."""
 
 
 @contextmanager

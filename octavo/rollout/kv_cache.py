@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.attention import MAX_SCORES_PER_CHUNK, StoredKV, attend, probability_dtype, store_kv
+from octavo.kernels.attention_kernels import LOG2_E
+from octavo.kernels.cast_outputs import BLOCK, Cast
+from octavo.kernels.decode_attention import decode_attention
 from octavo.kernels.heads import HeadTransform, transformed, write_heads
 from octavo.kernels.triton_attention import (
     DECODE_ROWS,
@@ -16,12 +20,13 @@ from octavo.kernels.triton_attention import (
     Tiles,
     attention_forward,
     decode_tiles,
+    decodes_fp8,
     has_kernel,
     packed_rows,
     tiles_of,
 )
 from octavo.models.config import DecoderConfig
-from octavo.numerics.fp8 import E4M3
+from octavo.numerics.fp8 import E4M3, ScaleRounding
 from octavo.numerics.recipe import StorageFormat
 
 MAX_GATHERED = 2
@@ -166,6 +171,10 @@ class PagedAttention:
         width = max(where) // cache.page_size + 1
         return cls(cache, page_table[:, :width].long(), where, [1] * len(where))
 
+    def attend_cast(self, *arguments: Any) -> Cast | None:
+        """None: its kernels cast nothing, but for those of `decode`."""
+        return None
+
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform, softmax_scale: float
     ) -> Tensor:
@@ -197,6 +206,25 @@ class _PagedDecode(PagedAttention):
         page = page_table.gather(1, (positions // size)[:, None]).squeeze(1)
         self.slot_mapping = page.long() * size + positions % size
         self._tiles = decode_tiles(positions, cache.num_heads // cache.num_kv_heads)
+
+    def attend_cast(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        transform: HeadTransform,
+        softmax_scale: float,
+        rounding: ScaleRounding,
+    ) -> Cast | None:
+        assert self._tiles is not None
+        if self.cache.kv_format != "fp8" or q.shape[2] != BLOCK or not decodes_fp8(self._tiles, BLOCK):
+            return None
+        q = self.cache.write(layer, self.slot_mapping, q, k, v, transform)
+        keys, values = self.cache.stored(layer)
+        assert keys.scale is not None and values.scale is not None
+        where = self._tiles.table, softmax_scale * LOG2_E, self._page_table, self.cache.page_size
+        return decode_attention(q, keys.values, values.values, keys.scale, values.scale, *where, rounding)
 
 
 def _end_to_end(slots: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,13 +59,15 @@ def forward(rows, head_dim, page_size, fp8, num_programs=FEW_PROGRAMS):
     return compiled(attention_kernels.attention_kernel, signature, constants, **options)
 
 
-def fp8_decode(head_dim):
+def fp8_decode(head_dim, cast=False):
     """`decode_attention_kernel`."""
-    signature = {"q_ptr": "*bf16", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", **SCALES, "out_ptr": "*bf16"}
-    signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "table_ptr": "*i32", "factor": "fp32"}
-    signature |= {"stride_table": "i32"}
+    signature = {"q_ptr": "*bf16", "k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv", **SCALES}
+    signature |= {"out_ptr": "*i16" if cast else "*bf16", "second_ptr": "*fp32"}
+    signature |= {"tiles_ptr": "*i32", "table_ptr": "*i32", "factor": "fp32"}
+    signature |= dict.fromkeys(("stride_table", "stride_out", "stride_scale"), "i32")
     constants = {"H": 32, "HKV": 8, "DH": head_dim, "PAGE": 16}
     constants |= {"STAGES": decode_attention.STAGES, "WARPS": decode_attention.WARPS, "EARLY": True}
+    constants |= {"CAST": cast, "POWER_OF_TWO": False}
     kernel = decode_attention.decode_attention_kernel
     return compiled(
         kernel, signature, constants, GluonASTSource, num_warps=decode_attention.WARPS, enable_fp_fusion=False
@@ -127,6 +129,7 @@ def every_variant():
     """Name and compilation of each kernel for each width, KV format and way to lie in memory."""
     for width in decode_attention.WIDTHS:
         yield f"codes fp8 {width}", partial(fp8_decode, width)
+        yield f"codes fp8 {width} cast", partial(fp8_decode, width, True)
         for kv_format, scaled in (("bf16", False), ("fp8", True)):
             yield f"many {kv_format} {width}", partial(many_queries, width, scaled)
     for width in (64, 96, 128):
@@ -146,7 +149,15 @@ def every_variant():
 
 SOME = (
     *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
-    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "codes fp8 128", "many fp8 128"),
+    *(
+        "grad_q bf16 128",
+        "grad_kv bf16 128",
+        "delta bf16 96",
+        "rotate_back bf16 64",
+        "codes fp8 128",
+        "codes fp8 128 cast",
+        "many fp8 128",
+    ),
 )
 """Every kernel and width once at least."""
 

@@ -6,12 +6,16 @@ import torch
 
 from octavo.kernels.attention import StoredKV, attend, probability_dtype, store_kv
 from octavo.kernels.attention_backward import attention_backward
+from octavo.kernels.attention_kernels import LOG2_E
+from octavo.kernels.cast import cast_1x128
+from octavo.kernels.decode_attention import decode_attention
 from octavo.kernels.heads import HeadTransform, empty_kv, rotate, rotate_back, write_heads
 from octavo.kernels.triton_attention import (
     DECODE_ROWS,
     PREFILL_ROWS,
     attention_forward,
     decode_tiles,
+    decodes_fp8,
     packed_rows,
     packed_tiles,
     tiles_of,
@@ -207,6 +211,12 @@ def check_same_bits(p, *, rows=(), chunks=()):
     operands = p.q[index], k.values, v.values, k.scale, v.scale
     found = attention_forward(*operands, tiles, p.softmax_scale, p.table, p.page_size)
     assert_same(found, wanted, index, "decode of a query a sequence")
+    if k.scale is not None and p.q.shape[2] == 128 and decodes_fp8(tiles, 128):
+        for rounding in ("none", "power_of_two"):
+            casts = decode_attention(*operands, tiles.table, p.softmax_scale * LOG2_E, p.table, p.page_size, rounding)
+            expected = cast_1x128(found[0].flatten(1), rounding)
+            for name, mine, theirs in zip(("codes", "scales"), casts, expected, strict=True):
+                assert torch.equal(mine.float(), theirs.float()), f"{name} of the cast, {rounding}"
 
 
 def check_every_length(p, batches):
