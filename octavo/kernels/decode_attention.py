@@ -130,6 +130,7 @@ def decode_attention_kernel(
     copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 // CHUNKS, CHUNKS], [WARPS, 1], [1, 0])
     copied_rows: gl.constexpr = gl.SliceLayout(1, copied)
     scales: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    in_each_warp: gl.constexpr = gl.BlockedLayout([_KV_BLOCK // 32], [32], [WARPS], [0])
     phases: gl.constexpr = 8 // CHUNKS  # keys of 128 bytes
     codes: gl.constexpr = gl.SwizzledSharedLayout(16, phases, CHUNKS, [1, 0])
     pairs: gl.constexpr = gl.SwizzledSharedLayout(8, phases, CHUNKS, [1, 0])
@@ -155,6 +156,11 @@ def decode_attention_kernel(
     v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _KV_BLOCK, DH], codes)
     k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _KV_BLOCK], flat)
     v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _KV_BLOCK], flat)
+    # What warps tell each other of a block: largest score and sum of each row, and the weights.
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    maxima = gl.allocate_shared_memory(gl.float32, [_ROWS, WARPS], plain)
+    sums = gl.allocate_shared_memory(gl.int32, [_ROWS, WARPS], plain)
+    shares = gl.allocate_shared_memory(gl.float16, [_ROWS, _KV_BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     column = gl.arange(0, DH, gl.SliceLayout(0, copied)).expand_dims(0)
 
     rows = _slots(table_ptr, 0, position, PAGE, copied_rows)
@@ -189,20 +195,27 @@ def decode_attention_kernel(
         scores = ampere.mma_v2(q, k, gl.zeros([_ROWS, _KV_BLOCK], gl.float32, mma)) * key_factor.expand_dims(0)
         visible = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, by_key) <= position
         scores = gl.where(visible.expand_dims(0), scores, float("-inf"))
-        now = _larger(largest, gl.reduce(scores, 1, _larger))
+        apart = gl.reduce(gl.reduce(_by_warp(scores, WARPS), 3, _larger), 1, _larger)
+        maxima.store(apart)
+        thread_barrier()
+        now = _larger(largest, gl.reduce(maxima.load(mma), 1, _larger))
         moved = gl.exp2(largest - now)
+        largest = now
         p = gl.exp2(scores - now.expand_dims(1))
         counted = (p + 1.0).to(gl.int32, bitcast=True) - _ONE_BITS
-        total = total * moved + gl.sum(counted, 1).to(gl.float32)
-        largest = now
+        sums.store(gl.sum(gl.sum(_by_warp(counted, WARPS), 3), 1))
 
+        # Beyond the last key is its own scale again.
+        grown = gl.maximum(unit, gl.max(v_scales.index(now_at).load(in_each_warp), 0))  # which drops NaN
         v_scale = gl.where(visible, v_scales.index(now_at).load(by_key), 0.0)
-        grown = gl.maximum(unit, gl.max(v_scale, 0))  # which drops NaN
-        weights = (p * (v_scale * _inverse(grown)).expand_dims(0)).to(gl.float16)
-        moved *= unit * _inverse(grown)
+        shares.store((p * (v_scale * _inverse(grown)).expand_dims(0)).to(gl.float16))
+        shift = unit * _inverse(grown)
         unit = grown
         v_even, v_odd = _value_operands(v_tiles.index(now_at), DH, mma, pairs)
-        weights = gl.convert_layout(weights, left)
+        thread_barrier()
+        total = total * moved + gl.sum(sums.load(mma), 1).to(gl.float32)
+        moved *= shift
+        weights = shares.load(left)
         even = ampere.mma_v2(weights, v_even, even * moved.expand_dims(1))
         odd = ampere.mma_v2(weights, v_odd, odd * moved.expand_dims(1))
 
@@ -225,6 +238,12 @@ def decode_attention_kernel(
         gl.store(at, even, mask=mask)
         gl.store(at + 1, odd, mask=mask)
         gl.store(second_ptr + row_at, (largest + gl.log2(total)) * _LN_2, mask=here)
+
+
+@gluon.jit
+def _by_warp(x, WARPS: gl.constexpr):
+    """[16, 64] of a product as [16, n, warps, 8]: who holds what."""
+    return gl.reshape(x, (_ROWS, _KV_BLOCK // (8 * WARPS), WARPS, 8))
 
 
 @gluon.jit
