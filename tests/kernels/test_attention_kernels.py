@@ -57,7 +57,7 @@ def test_every_kernel_compiles_for_hopper():
         by = counts["wgmma.mma_async"] > 0, counts["mma.sync"] > 0
         assert by == (tall, kind in ("decode", "codes")), (name, counts)
         if kind == "codes":  # which are read once, and stay in the registers that a product reads
-            assert counts["ldmatrix"] == 8 and counts["st.shared"] < 16, (name, counts)
+            assert counts["ldmatrix"] == 12 and counts["st.shared"] < 16, (name, counts)  # eight of codes
         if tall or kind in ("decode", "codes"):
             inputs = {"fp8": "f32.f16.f16", "bf16": "f32.bf16.bf16"}[kv_format]
             assert counts[inputs] == counts["wgmma.mma_async"] + counts["mma.sync"], (name, counts)
