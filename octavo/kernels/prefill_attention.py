@@ -2,8 +2,8 @@
 
 Triton waits for each product of scores before it goes on, and has every thread fetch the scales of its own keys. Here a
 warp brings keys, values (TMA) and their scales to shared memory for two groups of four warps with 64 rows each; a group
-works out the weights of a block while the tensor cores add up the block before. Blocks of keys that not every row sees
-come last, one step after another.
+works out the weights of a block while the tensor cores add up the block before and score the one after. Blocks of keys
+that not every row sees come last, one step after another.
 
 Codes come as FP16: a group's products would else convert them again for each 128 rows.
 """
@@ -31,7 +31,7 @@ WIDTHS = (64, 128)
 """Head widths that the kernel takes."""
 ROWS = 128
 """Of a tile, for both groups."""
-STAGES = 2
+STAGES = 3
 """Blocks of keys in shared memory."""
 REGISTERS = 232
 """Of a thread of the second group; of the first, what is left."""
@@ -72,7 +72,7 @@ def prefill_attention(
     prefill_attention_kernel[(Hkv * len(tiles),)](
         q,
         *keys,
-        q if k_scale is None else k_scale,
+        q if k_scale is None else k_scale * factor,
         q if v_scale is None else v_scale,
         out,
         logsumexp,
@@ -211,21 +211,25 @@ def _attend(
     num_full = gl.minimum((first_position + 1) // _KV_BLOCK, num_blocks - 1)  # that every row sees whole
     hopper.mbarrier.wait(k_full.index(0), 0)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[_scores(q_tile, k_tiles.index(0), layout)])
-    if num_full > 0:
+    if (
+        num_full > 0
+    ):  # of block b the weights are there and of b + 1 the scores, while tensor cores add b and score b + 2
+        coming = _start_scores(q_tile, 1, shared, STAGES, layout)
         largest, total, moved, unit, weights = _weights(
             scores, largest, total, unit, factor, 0, shared, SCALED, STAGES, wide
         )
+        scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
         for block in range(0, num_full - 1):
-            coming, acc = _start(q_tile, weights, acc, block, shared, STAGES, layout)
-            scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[coming])
+            acc = _start_sum(weights, acc, block, shared, STAGES)
+            coming = _start_scores(q_tile, block + 2, shared, STAGES, layout)
             largest, total, moved, unit, weights = _weights(
                 scores, largest, total, unit, factor, block + 1, shared, SCALED, STAGES, wide
             )
-            acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+            scores, acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, acc])
             hopper.mbarrier.arrive(v_empty.index(block % STAGES), count=1)
             acc *= moved.expand_dims(1)
-        coming, acc = _start(q_tile, weights, acc, num_full - 1, shared, STAGES, layout)
-        scores, acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, acc])
+        acc = _start_sum(weights, acc, num_full - 1, shared, STAGES)
+        acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
         hopper.mbarrier.arrive(v_empty.index((num_full - 1) % STAGES), count=1)
 
     unit = gl.zeros([64], gl.float32, by_row) + unit
@@ -281,22 +285,27 @@ def _scores(q_tile, k_tile, layout: gl.constexpr):
 
 @gluon.jit
 def _factors(factor, k_scales, stage, layout: gl.constexpr, SCALED: gl.constexpr):
-    """What scores are multiplied by, [1, 64] or a number."""
+    """What scores are multiplied by, [1, 64] or a number. With scales the factor is in them, which changes no bit."""
     if SCALED:
-        return (factor * k_scales.index(stage).load(gl.SliceLayout(0, layout))).expand_dims(0)
+        return k_scales.index(stage).load(gl.SliceLayout(0, layout)).expand_dims(0)
     else:
         return factor
 
 
 @gluon.jit
-def _start(q_tile, weights, acc, block, shared, STAGES: gl.constexpr, layout: gl.constexpr):
-    """Have the scores of the next block and the sum with this one's values run."""
+def _start_scores(q_tile, block, shared, STAGES: gl.constexpr, layout: gl.constexpr):
+    """Have the scores of a block run."""
     k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
-    after = (block + 1) % STAGES
-    hopper.mbarrier.wait(k_full.index(after), (block + 1) // STAGES & 1)
-    coming = _scores(q_tile, k_tiles.index(after), layout)
+    hopper.mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
+    return _scores(q_tile, k_tiles.index(block % STAGES), layout)
+
+
+@gluon.jit
+def _start_sum(weights, acc, block, shared, STAGES: gl.constexpr):
+    """Have the sum with a block's values run."""
+    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
     hopper.mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
-    return coming, hopper.warpgroup_mma(weights, v_tiles.index(block % STAGES), acc, is_async=True)
+    return hopper.warpgroup_mma(weights, v_tiles.index(block % STAGES), acc, is_async=True)
 
 
 @gluon.jit
