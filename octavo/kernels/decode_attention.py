@@ -21,6 +21,7 @@ from torch import Tensor
 from octavo.kernels.attention_kernels import KV_BLOCK
 from octavo.kernels.cast_outputs import BLOCK, UNPADDED, outputs
 from octavo.kernels.early_launch import early_launch
+from octavo.kernels.gluon_numbers import cast_pairs, half, inverse_power, larger
 from octavo.kernels.triton_shim import (
     HAS_REINTERPRET,
     ampere,
@@ -30,9 +31,8 @@ from octavo.kernels.triton_shim import (
     gl,
     gluon,
     thread_barrier,
-    tl,
 )
-from octavo.numerics.fp8 import BLOCK_1X128, E4M3_MAX, MIN_AMAX, ScaleRounding
+from octavo.numerics.fp8 import BLOCK_1X128, ScaleRounding
 
 WIDTHS = (64, 128)
 """Head widths that the kernel takes."""
@@ -44,11 +44,8 @@ WARPS = 4
 _KV_BLOCK = constexpr(KV_BLOCK)
 _ROWS = constexpr(ROWS)
 _LN_2 = constexpr(0.6931471805599453)
-_FP16_MAX = constexpr(65504.0)
 _ONE_BITS = constexpr(0x3F800000)
 _UNIT = constexpr(2.0**-23)
-_MAX = constexpr(E4M3_MAX)
-_MIN_AMAX = constexpr(MIN_AMAX)
 
 
 def decode_attention(
@@ -149,8 +146,9 @@ def decode_attention_kernel(
     place = gl.arange(0, DH, gl.SliceLayout(0, left))
     width = place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2  # as K's codes come
     at = (first_query.to(gl.int64) * H + kv_head * GROUP + row).expand_dims(1) * DH + width.expand_dims(0)
-    q = gl.load(q_ptr + at, mask=(row < GROUP).expand_dims(1) & (width < DH).expand_dims(0), other=0.0).to(gl.float32)
-    q = gl.where(q > _FP16_MAX, _FP16_MAX, gl.where(q < -_FP16_MAX, -_FP16_MAX, q)).to(gl.float16)  # a NaN stays
+    q = half(
+        gl.load(q_ptr + at, mask=(row < GROUP).expand_dims(1) & (width < DH).expand_dims(0), other=0.0).to(gl.float32)
+    )
 
     k_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _KV_BLOCK, DH], codes)
     v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _KV_BLOCK, DH], codes)
@@ -195,10 +193,10 @@ def decode_attention_kernel(
         scores = ampere.mma_v2(q, k, gl.zeros([_ROWS, _KV_BLOCK], gl.float32, mma)) * key_factor.expand_dims(0)
         visible = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, by_key) <= position
         scores = gl.where(visible.expand_dims(0), scores, float("-inf"))
-        apart = gl.reduce(gl.reduce(_by_warp(scores, WARPS), 3, _larger), 1, _larger)
+        apart = gl.reduce(gl.reduce(_by_warp(scores, WARPS), 3, larger), 1, larger)
         maxima.store(apart)
         thread_barrier()
-        now = _larger(largest, gl.reduce(maxima.load(mma), 1, _larger))
+        now = larger(largest, gl.reduce(maxima.load(mma), 1, larger))
         moved = gl.exp2(largest - now)
         largest = now
         p = gl.exp2(scores - now.expand_dims(1))
@@ -208,8 +206,8 @@ def decode_attention_kernel(
         # Beyond the last key is its own scale again.
         grown = gl.maximum(unit, gl.max(v_scales.index(now_at).load(in_each_warp), 0))  # which drops NaN
         v_scale = gl.where(visible, v_scales.index(now_at).load(by_key), 0.0)
-        shares.store((p * (v_scale * _inverse(grown)).expand_dims(0)).to(gl.float16))
-        shift = unit * _inverse(grown)
+        shares.store((p * (v_scale * inverse_power(grown)).expand_dims(0)).to(gl.float16))
+        shift = unit * inverse_power(grown)
         unit = grown
         v_even, v_odd = _value_operands(v_tiles.index(now_at), DH, mma, pairs)
         thread_barrier()
@@ -228,7 +226,7 @@ def decode_attention_kernel(
     pair = gl.arange(0, DH // 2, gl.SliceLayout(0, mma))
     mask = here.expand_dims(1) & (pair < DH // 2).expand_dims(0)
     if CAST:
-        codes, cast_scale = _cast(even.to(gl.float32), odd.to(gl.float32), DH, POWER_OF_TWO)
+        codes, cast_scale = cast_pairs(even.to(gl.float32), odd.to(gl.float32), DH, POWER_OF_TWO)
         at = out_ptr + first_query.to(gl.int64) * stride_out
         gl.store(at + (head * (DH // 2)).expand_dims(1) + pair.expand_dims(0), codes, mask=mask)
         gl.store(second_ptr + head * stride_scale + first_query, cast_scale, mask=here)
@@ -291,48 +289,3 @@ def _value_operands(tile, DH: gl.constexpr, mma: gl.constexpr, pairs: gl.constex
         is_pure=True,
         pack=2,
     )
-
-
-@gluon.jit
-def _cast(even, odd, DH: gl.constexpr, POWER_OF_TWO: gl.constexpr):
-    """`kernels.e4m3` of rows: even and odd columns -> int16 pairs of codes, and the scale of each row."""
-    bits = gl.maximum(even.to(gl.int32, bitcast=True) & 0x7FFFFFFF, odd.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
-    amax_bits = gl.max(bits, 1)
-    amax = gl.maximum(amax_bits.to(gl.float32, bitcast=True), _MIN_AMAX)
-    scale = amax * (1.0 / _MAX)
-    scale = gl.fma(gl.fma(scale, -1.0 * _MAX, amax), 1.0 / _MAX, scale)
-    if POWER_OF_TWO:
-        scale = ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
-    scale = gl.where(amax_bits < 0x7F800000, scale, float("nan"))
-    guess = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=gl.float32, is_pure=True, pack=1
-    )
-    minus = -gl.fma(guess, gl.fma(guess, -scale, 1.0), guess)
-    codes = gl.inline_asm_elementwise(
-        "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
-        "=h,f,f",
-        [_minus_quotient(even, scale, minus), _minus_quotient(odd, scale, minus)],
-        dtype=gl.int16,
-        is_pure=True,
-        pack=1,
-    )
-    return codes ^ -0x7F80, scale
-
-
-@gluon.jit
-def _minus_quotient(x, scale, minus_inverse):
-    scale = scale.expand_dims(1).broadcast_to(x.shape)
-    minus_inverse = minus_inverse.expand_dims(1).broadcast_to(x.shape)
-    y = x * minus_inverse
-    return gl.fma(gl.fma(y, scale, x), minus_inverse, y)
-
-
-@gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _inverse(power_of_two):
-    """1 / x of a power of two."""
-    return (0x7F000000 - power_of_two.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
