@@ -20,11 +20,10 @@ from octavo.bench.measure import copy_speed, milliseconds
 from octavo.bench.results import Results, Row
 from octavo.kernels.attention import StoredKV, store_kv
 from octavo.kernels.attention_backward import attention_backward
-from octavo.kernels.heads import HeadTransform, empty_kv, transformed, write_heads
+from octavo.kernels.heads import HeadTransform, empty_kv, gathered, transformed, write_heads
 from octavo.kernels.triton_attention import attention_forward, decode_tiles, packed_rows, packed_tiles, tiles_of
 from octavo.layers.attention import PackedAttention
 from octavo.numerics.recipe import StorageFormat
-from octavo.rollout.kv_cache import gathered
 
 MODELS = {"qwen3-8b": (32, 8, 128), "qwen2.5-0.5b": (14, 2, 64)}
 """H, Hkv, Dh."""

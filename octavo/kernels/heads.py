@@ -16,13 +16,15 @@ from torch import Tensor
 
 from octavo.kernels.attention import FP16_MAX, StoredKV
 from octavo.kernels.early_launch import early_launch
-from octavo.kernels.heads_kernels import heads_kernel, rotate_back_kernel
+from octavo.kernels.heads_kernels import gather_kernel, heads_kernel, rotate_back_kernel
 from octavo.kernels.norm import norm_constants, rms_norm, rms_norm_backward
 from octavo.kernels.triton_attention import UNFUSED, block_width
 from octavo.kernels.triton_shim import triton
 from octavo.numerics.fp8 import E4M3
 from octavo.numerics.recipe import StorageFormat
 
+GATHERED_ROWS = 4
+"""Slots of a program that lays keys end to end."""
 TOKENS = 16
 """Of a program, for one head."""
 
@@ -132,6 +134,30 @@ def empty_kv(
     """Room for keys or values [..., Hkv, Dh], in FP8 for codes of a dtype that holds them."""
     values = torch.empty(shape, dtype=codes if kv_format == "fp8" else torch.bfloat16, device=device)
     return StoredKV(values, torch.empty(shape[:-1], device=device) if kv_format == "fp8" else None)
+
+
+def gathered(stored: StoredKV, slots: Tensor) -> StoredKV:
+    """Keys or values at slots [S] side by side, codes as FP16, which products of many queries take; by the kernel."""
+    Hkv, Dh = stored.values.shape[1:]
+    kv_format: StorageFormat = "bf16" if stored.scale is None else "fp8"
+    kept = empty_kv((len(slots), Hkv, Dh), kv_format, slots.device, torch.float16)
+    if len(slots):
+        gather_kernel[(triton.cdiv(len(slots), GATHERED_ROWS),)](
+            stored.values,
+            stored.values if stored.scale is None else stored.scale,
+            slots,
+            kept.values,
+            kept.values if kept.scale is None else kept.scale,
+            len(slots),
+            HKV=Hkv,
+            WIDTH=Hkv * Dh,
+            BLOCK_HEADS=triton.next_power_of_2(Hkv),
+            BLOCK_WIDTH=triton.next_power_of_2(Hkv * Dh),
+            R=GATHERED_ROWS,
+            FP8=kept.scale is not None,
+            num_warps=4,
+        )
+    return kept
 
 
 def heads_backward(

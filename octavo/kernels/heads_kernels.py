@@ -129,3 +129,23 @@ def _store_halves(ptr, low, high, row, here, DH: tl.constexpr, BLOCK_D: tl.const
     at, inside = ptr + row[:, None] * DH + d[None, :], here[:, None] & (d < DH // 2)[None, :]
     tl.store(at, low, mask=inside)
     tl.store(at + DH // 2, high, mask=inside)
+
+
+@triton.jit(do_not_specialize=["S"])
+def gather_kernel(
+    values_ptr, scale_ptr, slots_ptr, out_ptr, out_scale_ptr, S,
+    HKV: tl.constexpr, WIDTH: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, R: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """One program for R slots: what they hold side by side, codes as FP16."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    slot = tl.load(slots_ptr + row, mask=row < S, other=0).to(tl.int64)
+    row, slot, column = row[:, None], slot[:, None], tl.arange(0, BLOCK_WIDTH)[None, :]
+    inside = (row < S) & (column < WIDTH)
+    x = tl.load(values_ptr + slot * WIDTH + column, mask=inside, other=0.0)
+    tl.store(out_ptr + row * WIDTH + column, x.to(out_ptr.dtype.element_ty), mask=inside)
+    if FP8:
+        head = tl.arange(0, BLOCK_HEADS)[None, :]
+        inside = (row < S) & (head < HKV)
+        scale = tl.load(scale_ptr + slot * HKV + head, mask=inside, other=1.0)
+        tl.store(out_scale_ptr + row * HKV + head, scale, mask=inside)

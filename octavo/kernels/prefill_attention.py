@@ -209,9 +209,7 @@ def _attend(
     num_full = gl.minimum((first_position + 1) // _KV_BLOCK, num_blocks - 1)  # that every row sees whole
     hopper.mbarrier.wait(k_full.index(0), 0)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[_scores(q_tile, k_tiles.index(0), layout)])
-    if (
-        num_full > 0
-    ):  # weights of a block and scores of the next, while the last are added and the ones after scored
+    if num_full > 0:  # weights of a block and scores of the next, while the last are added and the ones after scored
         coming = _start_scores(q_tile, 1, shared, STAGES, layout)
         largest, total, moved, unit, weights = _weights(
             scores, largest, total, unit, factor, 0, shared, SCALED, STAGES, wide

@@ -13,7 +13,7 @@ from octavo.kernels.attention import MAX_SCORES_PER_CHUNK, StoredKV, attend, pro
 from octavo.kernels.attention_kernels import LOG2_E
 from octavo.kernels.cast_outputs import BLOCK, Cast
 from octavo.kernels.decode_attention import decode_attention
-from octavo.kernels.heads import HeadTransform, transformed, write_heads
+from octavo.kernels.heads import HeadTransform, gathered, transformed, write_heads
 from octavo.kernels.triton_attention import (
     DECODE_ROWS,
     PREFILL_ROWS,
@@ -100,14 +100,6 @@ class KVCache:
 def _indexable(x: Tensor) -> Tensor:
     """E4M3 as bytes: not every device indexes float8."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x
-
-
-def gathered(stored: StoredKV, slots: Tensor) -> StoredKV:
-    """Keys or values at slots [S], side by side; codes as FP16, which products of many queries take them in."""
-    rows = stored.values.flatten(1).view(torch.uint8)
-    rows = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows  # eight bytes at a time
-    values = rows[slots].view(stored.values.dtype).view(-1, *stored.values.shape[1:])
-    return StoredKV(values, None) if stored.scale is None else StoredKV(values.half(), stored.scale[slots])
 
 
 class PagedAttention:

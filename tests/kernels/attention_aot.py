@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from octavo.kernels import attention_kernels, backward_kernels, decode_attention, heads_kernels, prefill_attention
 from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
-from octavo.kernels.heads import TOKENS
+from octavo.kernels.heads import GATHERED_ROWS, TOKENS
 from octavo.kernels.triton_attention import FEW_PROGRAMS, UNFUSED, block_width, num_warps
 
 WANTED = ("ldmatrix", "st.shared", "wgmma.mma_async", "mma.sync", "f32.bf16.bf16", "f32.f16.f16", "atom")
@@ -118,6 +118,22 @@ def heads(head_dim, norm, slots, fp8):
     return compiled(heads_kernels.heads_kernel, signature, constants, num_warps=4, **UNFUSED)
 
 
+def gather(head_dim):
+    """`gather_kernel` of FP8."""
+    signature = {"values_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "slots_ptr": "*i64", "out_ptr": "*fp16"}
+    constants = {
+        "HKV": 8,
+        "WIDTH": 8 * head_dim,
+        "BLOCK_HEADS": 8,
+        "BLOCK_WIDTH": 1024,
+        "R": GATHERED_ROWS,
+        "FP8": True,
+    }
+    return compiled(
+        heads_kernels.gather_kernel, signature | {"out_scale_ptr": "*fp32", "S": "i32"}, constants, num_warps=4
+    )
+
+
 def rotate_back(head_dim):
     signature = dict.fromkeys(("q_ptr", "k_ptr"), "*bf16") | dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
     signature |= dict.fromkeys(("q_out_ptr", "k_out_ptr"), "*bf16") | {"T": "i32"}
@@ -145,6 +161,7 @@ def every_variant():
         yield f"grad_kv bf16 {width}", partial(backward, "grad_kv", width)
         yield f"delta bf16 {width}", partial(delta, width)
         yield f"rotate_back bf16 {width}", partial(rotate_back, width)
+        yield f"gather fp8 {width}", partial(gather, width)
 
 
 SOME = (
@@ -154,6 +171,7 @@ SOME = (
         "grad_kv bf16 128",
         "delta bf16 96",
         "rotate_back bf16 64",
+        "gather fp8 128",
         "codes fp8 128",
         "codes fp8 128 cast",
         "many fp8 128",

@@ -9,7 +9,7 @@ from octavo.kernels.attention_backward import attention_backward
 from octavo.kernels.attention_kernels import LOG2_E
 from octavo.kernels.cast import cast_1x128
 from octavo.kernels.decode_attention import decode_attention
-from octavo.kernels.heads import HeadTransform, empty_kv, rotate, rotate_back, write_heads
+from octavo.kernels.heads import HeadTransform, empty_kv, gathered, rotate, rotate_back, write_heads
 from octavo.kernels.triton_attention import (
     DECODE_ROWS,
     PREFILL_ROWS,
@@ -318,6 +318,18 @@ def transform_of(T, Dh, normed, device="cpu"):
     q_gain, k_gain = gains.to(device) if normed else (None, None)
     tables = angles.cos().to(device), angles.sin().to(device)
     return HeadTransform(*tables, q_gain, k_gain, NORM_EPS, torch.zeros(1, dtype=torch.int64, device=device))
+
+
+def check_gathered(num_slots, heads, kv_format, device="cpu"):
+    """What some slots hold, in their order and as often as they are named; codes as FP16."""
+    _, Hkv, Dh = heads
+    stored = store_kv((torch.randn(num_slots, Hkv, Dh, device=device) * 9.0).bfloat16(), kv_format)
+    slots = torch.randint(num_slots, (2 * num_slots + 1,), device=device)
+    found = gathered(stored, slots)
+    assert found.values.dtype == (torch.bfloat16 if kv_format == "bf16" else torch.float16)
+    assert torch.equal(found.values.float(), stored.values.float()[slots]) and found.values.abs().max() > 9.0
+    assert stored.scale is None or torch.equal(found.scale, stored.scale[slots])
+    assert len(gathered(stored, slots[:0]).values) == 0
 
 
 def check_heads(T, heads, kv_format, normed, device="cpu"):

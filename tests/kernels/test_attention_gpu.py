@@ -12,6 +12,7 @@ from attention_checks import (
     check_bad_values,
     check_damage_is_seen,
     check_every_length,
+    check_gathered,
     check_heads,
     check_reference,
     check_same_bits,
@@ -141,6 +142,7 @@ def test_gradients_of_other_back_ends_equal_float64(shape, back_end):
 @pytest.mark.parametrize("shape", ["qwen3-8b, llama-3-8b", "qwen2.5-0.5b", "phi-3-mini"])
 def test_heads_have_the_bits_of_a_cpu(shape, normed, kv_format):
     check_heads(200, SHAPES[shape], kv_format, normed, "cuda")
+    check_gathered(77, SHAPES[shape], kv_format, "cuda")
 
 
 @every_format

@@ -50,7 +50,7 @@ def test_warps():
 @needs_triton
 def test_every_kernel_compiles_for_hopper():
     found = json.loads(in_another_process(REPO / "tests/kernels/attention_aot.py"))
-    assert len(found) == 12
+    assert len(found) == 13
     for name, counts in found.items():
         kind, kv_format = name.split()[:2]
         tall = kind in ("prefill", "packed", "many", "grad_q", "grad_kv")
@@ -94,6 +94,8 @@ def test_backward_and_heads_in_the_interpreter():
         "check_heads(19, (4, 2, 64), 'fp8', False)\n"
         "check_heads(5, (3, 1, 96), 'bf16', True)\n"
         "check_heads(5, (3, 1, 24), 'fp8', True)\n"
+        "check_gathered(7, (4, 2, 64), 'fp8')\n"
+        "check_gathered(5, (3, 3, 24), 'bf16')\n"
     )
 
 
