@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.kernels import decode_attention, prefill_attention
+from octavo.kernels import attention_gradients, decode_attention, prefill_attention
 from octavo.kernels.attention_kernels import KV_BLOCK, LOG2_E, attention_kernel
 from octavo.kernels.device import on_gpu
 from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, triton
@@ -35,6 +36,21 @@ class Tiles:
     """Whether each tile has one query, the only one of its sequence."""
 
 
+@dataclass(frozen=True, eq=False)
+class GradientTiles:
+    """Which tokens, as queries or keys, a program of `attention_gradients` takes."""
+
+    table: Tensor
+    """[tiles, 4] int32, as `attention_gradients` takes it."""
+    counted: Tensor
+    """[] int64."""
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Of scores, of the query heads of a KV head: the host waits for them once."""
+        return int(self.counted)
+
+
 class PackedTiles(NamedTuple):
     """Tiles of packed sequences."""
 
@@ -44,6 +60,8 @@ class PackedTiles(NamedTuple):
     """For dQ."""
     keys: Tiles
     """Of KV_BLOCK keys, those with most queries first, for dK and dV."""
+    gradients: GradientTiles
+    """For all of them on Hopper."""
 
 
 def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int, head_dim: int) -> PackedTiles:
@@ -53,7 +71,25 @@ def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int, he
         tiles_of(cu_seqlens, None, num_tokens, heads_per_kv_head, rows)
         for rows in (packed_rows(head_dim), PREFILL_ROWS)
     )
-    return PackedTiles(forward, queries, Tiles(keys.table.flip(0), KV_BLOCK))
+    gradients = gradient_tiles(cu_seqlens, num_tokens, heads_per_kv_head)
+    return PackedTiles(forward, queries, Tiles(keys.table.flip(0), KV_BLOCK), gradients)
+
+
+def gradient_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int) -> GradientTiles:
+    """Tiles of sequences laid end to end, those with most keys first."""
+    KEYS, ROWS = attention_gradients.KEYS, attention_gradients.ROWS
+    first, size, position, sequence = tiles_of(cu_seqlens, None, num_tokens, 1, KEYS).table.long().unbind(1)
+    lengths = cu_seqlens.diff()
+    tiles, rows = (lengths + KEYS - 1) // KEYS, (lengths + ROWS - 1) // ROWS
+    blocks = torch.nn.functional.pad((rows * tiles - tiles * (tiles - 1)).cumsum(0), (1, 0))  # of one head, before each
+    left = torch.where(size > 0, cu_seqlens[sequence + 1] - first, 0) if len(lengths) else first
+    table = torch.stack([first, left, position, blocks[sequence]], dim=1)
+    return GradientTiles(table.int(), blocks[-1] * heads_per_kv_head)
+
+
+def has_gradients(head_dim: int) -> bool:
+    """Whether `attention_gradients` runs for this width."""
+    return _GLUON_RUNS and head_dim in attention_gradients.WIDTHS
 
 
 def packed_rows(head_dim: int) -> int:

@@ -33,8 +33,8 @@ class PackedAttention:
     """[N + 1] int64 boundaries, from 0 to T."""
     kv_format: StorageFormat
     """Of the keys and values that the queries see."""
-    backward: BackwardName = "triton"
-    """Who computes the gradient on a GPU."""
+    backward: BackwardName | None = None
+    """Who computes the gradient on a GPU; None for the faster of our own."""
     _tiles: dict[tuple[int, int, int], PackedTiles] = field(default_factory=dict, repr=False)
 
     def attend(
