@@ -250,58 +250,36 @@ def _add_queries(
     grad_k = gl.zeros([_KEYS // 2, DH], gl.float32, wide)
     grad_v = gl.zeros([_KEYS // 2, DH], gl.float32, wide)
     blocks_ptr += PART * (_KEYS // 2 * _ROWS)
+    scores = gl.zeros([_KEYS // 2, _ROWS], gl.float32, layout)
     if num_all > 0:
         hopper.mbarrier.wait(kv_full, 0)
-    if num_full > 0:
-        hopper.mbarrier.wait(full.index(0), 0)
-        scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[_product(k_tile, q_tiles.index(0), layout)])
-        for step in range(0, num_full - 1):
-            stage, after = step % STAGES, (step + 1) % STAGES
-            grad_v, rounded = _rows(scores, grad_v, v_tile, stage, shared, factor, layout, wide)
-            hopper.mbarrier.wait(full.index(after), (step + 1) // STAGES & 1)
-            coming = _product(k_tile, q_tiles.index(after), layout)
-            d_scores = gl.convert_layout(rounded, gl.DotOperandLayout(0, wide, 2))
-            grad_k = hopper.warpgroup_mma(d_scores, q_tiles.index(stage), grad_k, is_async=True)
-            _keep(blocks_ptr, step, rounded)
-            scores, grad_v, grad_k = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, grad_v, grad_k])
-            hopper.mbarrier.arrive(empty.index(stage), count=1)
-        stage = (num_full - 1) % STAGES
-        grad_v, rounded = _rows(scores, grad_v, v_tile, stage, shared, factor, layout, wide)
-        d_scores = gl.convert_layout(rounded, gl.DotOperandLayout(0, wide, 2))
-        grad_k = hopper.warpgroup_mma(d_scores, q_tiles.index(stage), grad_k, is_async=True)
-        _keep(blocks_ptr, num_full - 1, rounded)
-        grad_v, grad_k = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[grad_v, grad_k])
+        scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[_scores(k_tile, 0, shared, STAGES, layout)])
+    for step in range(0, num_full):
+        stage = step % STAGES
+        weights, d_scores = _weights(scores, v_tile, stage, shared, factor, 0, 0, False)
+        coming = _scores(k_tile, step + 1, shared, STAGES, layout)
+        grad_k, grad_v = _add(weights, d_scores, grad_k, grad_v, stage, shared, wide)
+        _keep(blocks_ptr, step, d_scores)
+        scores, grad_k, grad_v = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, grad_k, grad_v])
         hopper.mbarrier.arrive(empty.index(stage), count=1)
-
     for step in range(num_full, num_all):
-        stage, turn = step % STAGES, step // STAGES & 1
+        stage = step % STAGES
         group, tile = _taken(step, num_queries, GROUP)
-        hopper.mbarrier.wait(full.index(stage), turn)
         num_inside = num_queries - tile * _ROWS
         if num_inside < _ROWS:
             _clean(q_tiles.index(stage), num_inside, DH)
             _clean(d_out_tiles.index(stage), num_inside, DH)
             hopper.fence_async_shared()
             thread_barrier()
-        key = PART * (_KEYS // 2) - tile * _ROWS + gl.arange(0, _KEYS // 2, gl.SliceLayout(1, layout))
-        query = gl.arange(0, _ROWS, gl.SliceLayout(0, layout))
-        query = gl.where(query < num_inside, query, -_KEYS - _ROWS)
-        seen = key.expand_dims(1) <= query.expand_dims(0)
-        coming = _product(k_tile, q_tiles.index(stage), layout)
-        scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
-        p = gl.exp2(scores * factor - log2sums.index(stage).load(gl.SliceLayout(0, layout)).expand_dims(0))
-        p = gl.where(seen, p, 0.0)
-        weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, wide, 2))
-        grad_v = hopper.warpgroup_mma(weights, d_out_tiles.index(stage), grad_v, is_async=True)
-        coming = _product(v_tile, d_out_tiles.index(stage), layout)
-        grad_v, d_weights = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[grad_v, coming])
-        d_scores = p * (d_weights - deltas.index(stage).load(gl.SliceLayout(0, layout)).expand_dims(0))
-        rounded = gl.where(seen, d_scores, 0.0).to(gl.bfloat16)
-        d_scores = gl.convert_layout(rounded, gl.DotOperandLayout(0, wide, 2))
-        grad_k = hopper.warpgroup_mma(d_scores, q_tiles.index(stage), grad_k, is_async=True)
-        _keep(blocks_ptr, step, rounded)
-        grad_k = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[grad_k])
+        behind = tile * _ROWS - PART * (_KEYS // 2)
+        weights, d_scores = _weights(scores, v_tile, stage, shared, factor, behind, num_inside, True)
+        grad_k, grad_v = _add(weights, d_scores, grad_k, grad_v, stage, shared, wide)
+        _keep(blocks_ptr, step, d_scores)
+        grad_k, grad_v = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[grad_k, grad_v])
         hopper.mbarrier.arrive(empty.index(stage), count=1)
+        if step + 1 < num_all:
+            coming = _scores(k_tile, step + 1, shared, STAGES, layout)
+            scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
 
     key = PART * (_KEYS // 2) + gl.arange(0, _KEYS // 2, gl.SliceLayout(1, wide))
     at = ((first_key + key).to(gl.int64) * HKV + kv_head).expand_dims(1) * DH
@@ -319,16 +297,46 @@ def _product(tile, rows, layout: gl.constexpr):
 
 
 @gluon.jit
-def _rows(scores, grad_v, v_tile, stage, shared, factor, layout: gl.constexpr, wide: gl.constexpr):
-    """A block that is seen whole: dV with its share, left to run, and d_scores^T."""
+def _scores(k_tile, step, shared, STAGES: gl.constexpr, layout: gl.constexpr):
+    """K^ . Q^T of a step, left to run."""
     k_tiles, v_tiles, q_tiles, d_out_tiles, log2sums, deltas, kv_full, full, empty = shared
+    hopper.mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+    return _product(k_tile, q_tiles.index(step % STAGES), layout)
+
+
+@gluon.jit
+def _weights(scores, v_tile, stage, shared, factor, behind, num_inside, MASKED: gl.constexpr):
+    """p^T and d_scores^T of a block, bf16; MASKED where not all of it is seen.
+
+    Args:
+        behind: by which the block's first query comes after the group's first key.
+        num_inside: queries of the block that are this sequence's.
+    """
+    k_tiles, v_tiles, q_tiles, d_out_tiles, log2sums, deltas, kv_full, full, empty = shared
+    layout: gl.constexpr = scores.type.layout
     coming = _product(v_tile, d_out_tiles.index(stage), layout)
     p = gl.exp2(scores * factor - log2sums.index(stage).load(gl.SliceLayout(0, layout)).expand_dims(0))
-    weights = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, wide, 2))
-    grad_v = hopper.warpgroup_mma(weights, d_out_tiles.index(stage), grad_v, is_async=True)
-    d_weights, grad_v = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, grad_v])
+    if MASKED:
+        key = gl.arange(0, _KEYS // 2, gl.SliceLayout(1, layout))
+        query = gl.arange(0, _ROWS, gl.SliceLayout(0, layout))
+        query = gl.where(query < num_inside, behind + query, -1)
+        seen = key.expand_dims(1) <= query.expand_dims(0)
+        p = gl.where(seen, p, 0.0)
+    d_weights = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
     d_scores = p * (d_weights - deltas.index(stage).load(gl.SliceLayout(0, layout)).expand_dims(0))
-    return grad_v, d_scores.to(gl.bfloat16)
+    if MASKED:
+        d_scores = gl.where(seen, d_scores, 0.0)
+    return p.to(gl.bfloat16), d_scores.to(gl.bfloat16)
+
+
+@gluon.jit
+def _add(weights, d_scores, grad_k, grad_v, stage, shared, wide: gl.constexpr):
+    """dK and dV with the share of a block, left to run."""
+    k_tiles, v_tiles, q_tiles, d_out_tiles, log2sums, deltas, kv_full, full, empty = shared
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, wide, 2))
+    d_scores = gl.convert_layout(d_scores, gl.DotOperandLayout(0, wide, 2))
+    grad_v = hopper.warpgroup_mma(weights, d_out_tiles.index(stage), grad_v, is_async=True)
+    return hopper.warpgroup_mma(d_scores, q_tiles.index(stage), grad_k, is_async=True), grad_v
 
 
 @gluon.jit
