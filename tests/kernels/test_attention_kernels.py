@@ -208,11 +208,13 @@ def test_another_back_end_is_refused():
     tensors, none = [torch.zeros(3, 2, 16).bfloat16()] * 5, torch.zeros(3, 2)
     cu_seqlens = torch.tensor([0, 3])
     other: BackwardName = "fa3"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="attention_backward must be one of triton, flash, cudnn; got 'fa3'"):
+    with pytest.raises(ValueError, match="attention_backward must be one of gluon, triton, flash, cudnn; got 'fa3'"):
         attention_backward(*tensors, none, cu_seqlens, packed_tiles(cu_seqlens, 3, 1, 16), 1.0, other)
+    with pytest.raises(ValueError, match=r"'gluon' wants .* heads of width 64 or 128; got width 16. Use 'triton'"):
+        attention_backward(*tensors, none, cu_seqlens, packed_tiles(cu_seqlens, 3, 1, 16), 1.0, "gluon")
 
 
-@pytest.mark.parametrize("back_end", ["triton", "flash", "cudnn"])
+@pytest.mark.parametrize("back_end", [None, "gluon", "triton", "flash", "cudnn"])
 def test_no_tokens(back_end):
     q, cu_seqlens = torch.zeros(0, 2, 16).bfloat16(), torch.tensor([0])
     found = attention_backward(
