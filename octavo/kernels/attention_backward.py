@@ -67,8 +67,7 @@ def attention_backward(
                 f"attention_backward 'gluon' wants a Hopper GPU with triton's Gluon and heads of width "
                 f"{' or '.join(map(str, WIDTHS))}; got width {q.shape[2]}. Use 'triton'"
             )
-        table, num_blocks = tiles.gradients.table, tiles.gradients.num_blocks
-        return attention_gradients(grad_out, q, k, v, out, logsumexp, table, num_blocks, softmax_scale)
+        return attention_gradients(grad_out, q, k, v, out, logsumexp, tiles.gradients, softmax_scale)
     if back_end == "triton":
         return _triton(grad_out, q, k, v, out, logsumexp, cu_seqlens, tiles, softmax_scale)
     run = _flash if back_end == "flash" else _cudnn

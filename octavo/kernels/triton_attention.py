@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.kernels import attention_gradients, decode_attention, prefill_attention
+from octavo.kernels.attention_gradients import GradientTiles, blocks_of
 from octavo.kernels.attention_kernels import KV_BLOCK, LOG2_E, attention_kernel
 from octavo.kernels.device import on_gpu
 from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, triton
@@ -34,21 +34,6 @@ class Tiles:
     """Of a tile: queries times the query heads of a KV head, 16, 64 or 128."""
     one_query: bool = False
     """Whether each tile has one query, the only one of its sequence."""
-
-
-@dataclass(frozen=True, eq=False)
-class GradientTiles:
-    """Which tokens, as queries or keys, a program of `attention_gradients` takes."""
-
-    table: Tensor
-    """[tiles, 4] int32, as `attention_gradients` takes it."""
-    counted: Tensor
-    """[] int64."""
-
-    @cached_property
-    def num_blocks(self) -> int:
-        """Of scores, of the query heads of a KV head: the host waits for them once."""
-        return int(self.counted)
 
 
 class PackedTiles(NamedTuple):
@@ -76,15 +61,13 @@ def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int, he
 
 
 def gradient_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int) -> GradientTiles:
-    """Tiles of sequences laid end to end, those with most keys first."""
-    KEYS, ROWS = attention_gradients.KEYS, attention_gradients.ROWS
-    first, size, position, sequence = tiles_of(cu_seqlens, None, num_tokens, 1, KEYS).table.long().unbind(1)
-    lengths = cu_seqlens.diff()
-    tiles, rows = (lengths + KEYS - 1) // KEYS, (lengths + ROWS - 1) // ROWS
-    blocks = torch.nn.functional.pad((rows * tiles - tiles * (tiles - 1)).cumsum(0), (1, 0))  # of one head, before each
-    left = torch.where(size > 0, cu_seqlens[sequence + 1] - first, 0) if len(lengths) else first
-    table = torch.stack([first, left, position, blocks[sequence]], dim=1)
-    return GradientTiles(table.int(), blocks[-1] * heads_per_kv_head)
+    """Tiles of sequences laid end to end, for `attention_gradients`."""
+    queries = tiles_of(cu_seqlens, None, num_tokens, 1, attention_gradients.KEYS).table.long()
+    first, size, position, sequence = queries.unbind(1)
+    before = torch.nn.functional.pad(blocks_of(cu_seqlens.diff()).cumsum(0), (1, 0))
+    left = torch.where(size > 0, cu_seqlens[sequence + 1] - first, 0) if len(queries) else first
+    table = torch.stack([first, left, position, before[sequence]], dim=1).int()
+    return GradientTiles(table, table[left.argsort(descending=True)], before[-1] * heads_per_kv_head)
 
 
 def has_gradients(head_dim: int) -> bool:

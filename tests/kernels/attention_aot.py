@@ -22,6 +22,7 @@ from octavo.kernels import (
     attention_kernels,
     backward_kernels,
     decode_attention,
+    gradient_kernels,
     heads_kernels,
     prefill_attention,
 )
@@ -109,8 +110,8 @@ def backward(name, head_dim):
 
 
 def gradients(name, head_dim):
-    """The kernels of `attention_gradients`: dK and dV, then dQ."""
-    KEYS, ROWS = attention_gradients.KEYS, attention_gradients.ROWS
+    """`grad_kv_kernel` or `grad_q_kernel` of `gradient_kernels`."""
+    KEYS, ROWS = gradient_kernels.KEYS, gradient_kernels.ROWS
     numbers = dict.fromkeys(("first_head", "num_heads", "num_blocks"), "i32")
     constants = {"GROUP": 4, "HKV": 8, "DH": head_dim, "REGISTERS": attention_gradients.REGISTERS}
     if name == "kv":
@@ -118,11 +119,11 @@ def gradients(name, head_dim):
         signature = dict.fromkeys(("q_desc", "d_out_desc", "k_desc", "v_desc"), rows)
         signature |= {"log2sum_ptr": "*fp32", "delta_ptr": "*fp32", "grad_k_ptr": "*bf16", "grad_v_ptr": "*bf16"}
         signature |= {"blocks_ptr": "*bf16", "tiles_ptr": "*i32"} | numbers | {"T": "i32", "softmax_scale": "fp32"}
-        kernel, constants["STAGES"] = attention_gradients.grad_kv_kernel, attention_gradients.STAGES
+        kernel, constants["STAGES"] = gradient_kernels.grad_kv_kernel, attention_gradients.STAGES
     else:
         signature = {"blocks_desc": boxes("bf16", KEYS, ROWS), "k_desc": boxes("bf16", KEYS, head_dim)}
         signature |= {"grad_q_ptr": "*bf16", "tiles_ptr": "*i32"} | numbers | {"softmax_scale": "fp32"}
-        kernel, constants["STAGES"] = attention_gradients.grad_q_kernel, attention_gradients.KEY_STAGES
+        kernel, constants["STAGES"] = gradient_kernels.grad_q_kernel, attention_gradients.KEY_STAGES
     return compiled(kernel, signature, constants, GluonASTSource, num_warps=4)
 
 
@@ -131,7 +132,7 @@ def rows(head_dim):
     signature = {"out_ptr": "*bf16", "d_out_ptr": "*bf16", "logsumexp_ptr": "*fp32", "delta_ptr": "*fp32"}
     signature |= {"log2sum_ptr": "*fp32", "T": "i32"}
     constants = {"R": attention_gradients.TOKENS, "H": 32, "DH": head_dim}
-    return compiled(attention_gradients.rows_kernel, signature, constants, num_warps=4)
+    return compiled(gradient_kernels.rows_kernel, signature, constants, num_warps=4)
 
 
 def delta(head_dim):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octavo.kernels import attention_gradients
-from octavo.kernels.attention_gradients import KEYS, ROWS
+from octavo.kernels import gradient_kernels
+from octavo.kernels.gradient_kernels import KEYS, ROWS
 from octavo.kernels.triton_attention import gradient_tiles
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 300, 1000)
@@ -19,21 +19,22 @@ def taken(monkeypatch):
         where=lambda condition, a, b: a if condition else b, cdiv=lambda a, b: -(-a // b), minimum=min, maximum=max
     )
     for name, value in {"gl": numbers, "_KEYS": KEYS, "_ROWS": ROWS}.items():
-        monkeypatch.setattr(attention_gradients, name, value)
+        monkeypatch.setattr(gradient_kernels, name, value)
     for name in ("_num_full", "_num_tiles", "_first_block", "_taken", "_step", "_query"):
-        function = getattr(attention_gradients, name)
-        monkeypatch.setattr(attention_gradients, name, getattr(function, "fn", function))
-    return attention_gradients
+        function = getattr(gradient_kernels, name)
+        monkeypatch.setattr(gradient_kernels, name, getattr(function, "fn", function))
+    return gradient_kernels
 
 
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_every_block_is_written_once_and_found_again(taken, group):
     lengths = [*LENGTHS, 0, 70]
     tiles = gradient_tiles(torch.tensor([0, *lengths]).cumsum(0), sum(lengths), group)
-    positions = [position for _, left, position, _ in tiles.table.tolist() if left]
+    assert tiles.keys[:, 1].tolist() == sorted(tiles.queries[:, 1].tolist(), reverse=True)
+    positions = [position for _, left, position, _ in tiles.queries.tolist() if left]
     assert positions == sorted(positions, reverse=True)
     written = {}
-    for first, left, position, before in tiles.table.tolist():
+    for first, left, position, before in tiles.keys.tolist():
         start = taken._first_block(before, position, position + left, group)
         whole = group * taken._num_full(left)
         for step in range(group * -(-left // ROWS)):
@@ -44,7 +45,7 @@ def test_every_block_is_written_once_and_found_again(taken, group):
             written[start + step] = first, head, first + tile * ROWS
     assert sorted(written) == list(range(tiles.num_blocks))
     read = []
-    for first, left, position, before in tiles.table.tolist():
+    for first, left, position, before in tiles.queries.tolist():
         for head in range(group):
             for key_tile in range(taken._num_tiles(position, left)):
                 behind = position - key_tile * KEYS
@@ -64,4 +65,4 @@ def test_the_order_of_queries_in_a_block(taken):
 
 def test_no_sequences():
     tiles = gradient_tiles(torch.tensor([0]), 0, 4)
-    assert tiles.table.shape == (0, 4) and tiles.num_blocks == 0
+    assert tiles.queries.shape == tiles.keys.shape == (0, 4) and tiles.num_blocks == 0
