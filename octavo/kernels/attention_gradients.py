@@ -17,8 +17,8 @@ WIDTHS = (64, 128)
 """Head widths that the kernels take."""
 STAGES = 4
 """Blocks of queries in shared memory."""
-KEY_STAGES = 3
-"""Tiles of keys in shared memory, for dQ."""
+KEY_STAGES = {1: 6, 2: 4}
+"""Half tiles of keys in shared memory, for dQ of one head or two."""
 REGISTERS = 240
 """Of a thread of the second group; of the first, what is left."""
 TOKENS = 64
@@ -86,21 +86,22 @@ def attention_gradients(
         Gradients of q, k and v, bf16.
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
-    shape = {"GROUP": H // Hkv, "HKV": Hkv, "DH": Dh, "REGISTERS": REGISTERS, "num_warps": 4}
+    group, pair = H // Hkv, 1 + (H // Hkv % 2 == 0)
+    shape = {"GROUP": group, "HKV": Hkv, "DH": Dh, "REGISTERS": REGISTERS, "num_warps": 4}
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     delta, log2sum = torch.empty(2, H, T, device=q.device)
     rows_kernel[(H * triton.cdiv(T, TOKENS),)](out, grad_out, logsumexp, delta, log2sum, T, R=TOKENS, H=H, DH=Dh)
     num_blocks, at_once = tiles.num_blocks, heads_at_once(tiles.num_blocks, Hkv)
     blocks = torch.empty(at_once * num_blocks * KEYS, ROWS, dtype=torch.bfloat16, device=q.device)
-    boxes = [descriptor(x.view(T, -1), [ROWS, Dh]) for x in (q, grad_out, k, v)]
-    whole = descriptor(blocks, [KEYS, ROWS]), descriptor(k.view(T, -1), [KEYS, Dh])
+    boxes = [descriptor(x.view(T, -1), [ROWS, Dh]) for x in (q, grad_out, k, v)]  # ROWS keys are half a tile
+    halves = descriptor(blocks, [KEYS // 2, ROWS]), boxes[2]
     for first in range(0, Hkv, at_once):
         heads = min(at_once, Hkv - first)
         where = first, heads, num_blocks
         grad_kv_kernel[(heads * len(tiles.keys),)](
             *boxes, log2sum, delta, grad_k, grad_v, blocks, tiles.keys, *where, T, softmax_scale, STAGES=STAGES, **shape
         )
-        grad_q_kernel[(heads * (H // Hkv) * len(tiles.queries),)](
-            *whole, grad_q, tiles.queries, *where, softmax_scale, STAGES=KEY_STAGES, **shape
+        grad_q_kernel[(heads * (group // pair) * len(tiles.queries),)](
+            *halves, grad_q, tiles.queries, *where, softmax_scale, HEADS=pair, STAGES=KEY_STAGES[pair], **shape
         )
     return grad_q, grad_k, grad_v

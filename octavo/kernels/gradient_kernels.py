@@ -32,6 +32,7 @@ KEYS = 128
 ROWS = 64
 """Queries of a block of d_scores, which has KEYS keys and one head."""
 _KEYS = constexpr(KEYS)
+_HALF = constexpr(KEYS // 2)
 _ROWS = constexpr(ROWS)
 _LOG2_E = constexpr(LOG2_E)
 
@@ -73,8 +74,8 @@ def grad_kv_kernel(
     blocks_ptr += (head.to(gl.int64) * num_blocks + block) * (_KEYS * _ROWS)
     kv_head = first_head + head
 
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _KEYS // 2, DH], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _KEYS // 2, DH], v_desc.layout)
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _HALF, DH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(gl.bfloat16, [2, _HALF, DH], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _ROWS, DH], q_desc.layout)
     d_out_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _ROWS, DH], d_out_desc.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -151,8 +152,8 @@ def _fetch_queries(
     if num_all > 0:
         hopper.mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
         for part in gl.static_range(2):
-            tma_load(k_desc, [first_key + part * (_KEYS // 2), kv_head * DH], kv_full, k_tiles.index(part))
-            tma_load(v_desc, [first_key + part * (_KEYS // 2), kv_head * DH], kv_full, v_tiles.index(part))
+            tma_load(k_desc, [first_key + part * (_HALF), kv_head * DH], kv_full, k_tiles.index(part))
+            tma_load(v_desc, [first_key + part * (_HALF), kv_head * DH], kv_full, v_tiles.index(part))
     for step in range(0, GROUP * num_all):
         stage, turn = step % STAGES, step // STAGES & 1
         group, tile = _taken(step, num_queries, GROUP)
@@ -182,10 +183,10 @@ def _add_queries(
     factor = softmax_scale * _LOG2_E
     num_all = GROUP * gl.cdiv(num_queries, _ROWS)
     num_full = GROUP * _num_full(num_queries)
-    grad_k = gl.zeros([_KEYS // 2, DH], gl.float32, wide)
-    grad_v = gl.zeros([_KEYS // 2, DH], gl.float32, wide)
-    blocks_ptr += PART * (_KEYS // 2 * _ROWS)
-    scores = gl.zeros([_KEYS // 2, _ROWS], gl.float32, layout)
+    grad_k = gl.zeros([_HALF, DH], gl.float32, wide)
+    grad_v = gl.zeros([_HALF, DH], gl.float32, wide)
+    blocks_ptr += PART * (_HALF * _ROWS)
+    scores = gl.zeros([_HALF, _ROWS], gl.float32, layout)
     if num_all > 0:
         hopper.mbarrier.wait(kv_full, 0)
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[_scores(k_tile, 0, shared, STAGES, layout)])
@@ -206,7 +207,7 @@ def _add_queries(
             _clean(d_out_tiles.index(stage), num_inside, DH)
             hopper.fence_async_shared()
             thread_barrier()
-        behind = tile * _ROWS - PART * (_KEYS // 2)
+        behind = tile * _ROWS - PART * (_HALF)
         weights, d_scores = _weights(scores, v_tile, stage, shared, factor, behind, num_inside, True)
         grad_k, grad_v = _add(weights, d_scores, grad_k, grad_v, stage, shared, wide)
         _keep(blocks_ptr, step, d_scores)
@@ -216,10 +217,10 @@ def _add_queries(
             coming = _scores(k_tile, step + 1, shared, STAGES, layout)
             scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
 
-    key = PART * (_KEYS // 2) + gl.arange(0, _KEYS // 2, gl.SliceLayout(1, wide))
+    key = PART * (_HALF) + gl.arange(0, _HALF, gl.SliceLayout(1, wide))
     at = ((first_key + key).to(gl.int64) * HKV + kv_head).expand_dims(1) * DH
     at += gl.arange(0, DH, gl.SliceLayout(0, wide)).expand_dims(0)
-    here = (key < num_queries).expand_dims(1).broadcast_to([_KEYS // 2, DH])
+    here = (key < num_queries).expand_dims(1).broadcast_to([_HALF, DH])
     gl.store(grad_k_ptr + at, (grad_k * softmax_scale).to(gl.bfloat16), mask=here)
     gl.store(grad_v_ptr + at, grad_v.to(gl.bfloat16), mask=here)
 
@@ -227,7 +228,7 @@ def _add_queries(
 @gluon.jit
 def _product(tile, rows, layout: gl.constexpr):
     """64 keys or values . 64 rows^T, left to run."""
-    zeros = gl.zeros([_KEYS // 2, _ROWS], gl.float32, layout)
+    zeros = gl.zeros([_HALF, _ROWS], gl.float32, layout)
     return hopper.warpgroup_mma(tile, rows.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -252,7 +253,7 @@ def _weights(scores, v_tile, stage, shared, factor, behind, num_inside, MASKED: 
     coming = _product(v_tile, d_out_tiles.index(stage), layout)
     p = gl.exp2(scores * factor - log2sums.index(stage).load(gl.SliceLayout(0, layout)).expand_dims(0))
     if MASKED:
-        key = gl.arange(0, _KEYS // 2, gl.SliceLayout(1, layout))
+        key = gl.arange(0, _HALF, gl.SliceLayout(1, layout))
         query = gl.arange(0, _ROWS, gl.SliceLayout(0, layout))
         query = gl.where(query < num_inside, behind + query, -1)
         seen = key.expand_dims(1) <= query.expand_dims(0)
@@ -277,13 +278,13 @@ def _add(weights, d_scores, grad_k, grad_v, stage, shared, wide: gl.constexpr):
 @gluon.jit
 def _keep(blocks_ptr, step, rounded):
     """Write d_scores^T of a block, the queries so ordered that those of a thread are neighbours."""
-    parts = rounded.reshape([_KEYS // 2, 2, 4, 4, 2]).permute([0, 1, 3, 2, 4])
+    parts = rounded.reshape([_HALF, 2, 4, 4, 2]).permute([0, 1, 3, 2, 4])
     together: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [_KEYS // 2, _ROWS],
+        [_HALF, _ROWS],
     )  # fmt: skip
-    block = gl.convert_layout(parts.reshape([_KEYS // 2, _ROWS]), together, assert_trivial=False)
-    key = gl.arange(0, _KEYS // 2, gl.SliceLayout(1, together)).expand_dims(1)
+    block = gl.convert_layout(parts.reshape([_HALF, _ROWS]), together, assert_trivial=False)
+    key = gl.arange(0, _HALF, gl.SliceLayout(1, together)).expand_dims(1)
     column = gl.arange(0, _ROWS, gl.SliceLayout(0, together)).expand_dims(0)
     gl.store(blocks_ptr + step.to(gl.int64) * (_KEYS * _ROWS) + (key * _ROWS + column), block)
 
@@ -306,82 +307,89 @@ def _clean(tile, num_inside, DH: gl.constexpr):
 @gluon.jit(do_not_specialize=["first_head", "num_heads", "num_blocks"])
 def grad_q_kernel(
     blocks_desc, k_desc, grad_q_ptr, tiles_ptr, first_head, num_heads, num_blocks, softmax_scale, GROUP: gl.constexpr,
-    HKV: gl.constexpr, DH: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    HKV: gl.constexpr, DH: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """One program for a query head and KEYS queries: d_scores . K^ from what `grad_kv_kernel` left."""
-    head = gl.program_id(0) % (num_heads * GROUP)
-    tiles_ptr += gl.program_id(0) // (num_heads * GROUP) * 4
+    """One program for KEYS queries of one query head or two: d_scores . K^ from what `grad_kv_kernel` left."""
+    programs = num_heads * (GROUP // HEADS)
+    head = gl.program_id(0) % programs * HEADS
+    tiles_ptr += gl.program_id(0) // programs * 4
     first_query, num_queries = gl.load(tiles_ptr), gl.load(tiles_ptr + 1)
     position, blocks_before = gl.load(tiles_ptr + 2), gl.load(tiles_ptr + 3)
-    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _KEYS, DH], k_desc.layout)
-    blocks = gl.allocate_shared_memory(gl.bfloat16, [2 * STAGES, _KEYS, _ROWS], blocks_desc.layout)
+    num_steps = gl.cdiv(position + gl.minimum(num_queries, _KEYS), _HALF)  # no tile without queries has a position
+    k_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _HALF, DH], k_desc.layout)
+    blocks = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HEADS * 2, _HALF, _ROWS], blocks_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(full.index(stage), count=1)
         hopper.mbarrier.init(empty.index(stage), count=2)
     # fmt: off
-    where = first_query, num_queries, position, first_head * GROUP + head
+    where = first_query, num_queries, position, first_head * GROUP + head, num_steps
     before = head // GROUP * num_blocks, blocks_before
     shared = k_tiles, blocks, full, empty
     gl.warp_specialize([
-        (_add_keys, (grad_q_ptr, where, shared, softmax_scale, GROUP, HKV, DH, STAGES, 0)),
-        (_add_keys, (grad_q_ptr, where, shared, softmax_scale, GROUP, HKV, DH, STAGES, 1)),
-        (_fetch_blocks, (blocks_desc, k_desc, where, before, shared, GROUP, DH, STAGES)),
+        (_add_keys, (grad_q_ptr, where, shared, softmax_scale, HKV * GROUP, DH, HEADS, STAGES, 0)),
+        (_add_keys, (grad_q_ptr, where, shared, softmax_scale, HKV * GROUP, DH, HEADS, STAGES, 1)),
+        (_fetch_blocks, (blocks_desc, k_desc, where, before, shared, GROUP, DH, HEADS, STAGES)),
     ], [4, 1], [REGISTERS, 24])
     # fmt: on
 
 
 @gluon.jit
 def _fetch_blocks(
-    blocks_desc, k_desc, where, before, shared, GROUP: gl.constexpr, DH: gl.constexpr, STAGES: gl.constexpr
-):
+    blocks_desc, k_desc, where, before, shared, GROUP: gl.constexpr, DH: gl.constexpr, HEADS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """One warp: stages in order, each when both groups have done with what was there."""
-    first_query, num_queries, position, head = where
+    first_query, num_queries, position, head, num_steps = where
     head_blocks, blocks_before = before
     k_tiles, blocks, full, empty = shared
-    for tile in range(0, _num_tiles(position, num_queries)):
-        stage, turn = tile % STAGES, tile // STAGES & 1
-        behind = position - tile * _KEYS
-        block = head_blocks + _first_block(blocks_before, tile * _KEYS, position + num_queries, GROUP)
+    nbytes: gl.constexpr = k_desc.block_type.nbytes + 2 * HEADS * blocks_desc.block_type.nbytes
+    for step in range(0, num_steps):
+        stage, turn = step % STAGES, step // STAGES & 1
+        first_key = step // 2 * _KEYS
+        half, behind = step % 2 * _HALF, position - first_key
+        block = head_blocks + _first_block(blocks_before, first_key, position + num_queries, GROUP)
         hopper.mbarrier.wait(empty.index(stage), turn ^ 1)
-        hopper.mbarrier.expect(full.index(stage), 2 * blocks_desc.block_type.nbytes + k_desc.block_type.nbytes)
-        tma_load(k_desc, [first_query - behind, head // GROUP * DH], full.index(stage), k_tiles.index(stage))
-        for part in gl.static_range(2):
-            row = (block + _step(head % GROUP, behind // _ROWS + part, behind + num_queries, GROUP)) * _KEYS
-            tma_load(blocks_desc, [row, 0], full.index(stage), blocks.index(2 * stage + part))
+        hopper.mbarrier.expect(full.index(stage), nbytes)
+        tma_load(k_desc, [first_query - behind + half, head // GROUP * DH], full.index(stage), k_tiles.index(stage))
+        for part in gl.static_range(2 * HEADS):
+            taken = _step(head % GROUP + part // 2, behind // _ROWS + part % 2, behind + num_queries, GROUP)
+            place = blocks.index(stage * (2 * HEADS) + part)
+            tma_load(blocks_desc, [(block + taken) * _KEYS + half, 0], full.index(stage), place)
 
 
 @gluon.jit
 def _add_keys(
-    grad_q_ptr, where, shared, softmax_scale, GROUP: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr,
+    grad_q_ptr, where, shared, softmax_scale, H: gl.constexpr, DH: gl.constexpr, HEADS: gl.constexpr,
     STAGES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 of the queries from start to end."""
-    first_query, num_queries, position, head = where
+    first_query, num_queries, position, head, num_steps = where
     k_tiles, blocks, full, empty = shared
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, DH, 16])
     grad_q = gl.zeros([_ROWS, DH], gl.float32, wide)
-    num_tiles = _num_tiles(position, num_queries)
-    for tile in range(0, num_tiles):
-        stage, turn = tile % STAGES, tile // STAGES & 1
+    other = gl.zeros([_ROWS, DH], gl.float32, wide)
+    for step in range(0, num_steps):
+        stage, turn = step % STAGES, step // STAGES & 1
         hopper.mbarrier.wait(full.index(stage), turn)
-        if tile == num_tiles - 1 and num_queries < _KEYS:
-            _clean(k_tiles.index(stage), num_queries, DH)
+        k_tile, part = k_tiles.index(stage), stage * (2 * HEADS) + PART
+        num_inside = position + num_queries - step * _HALF
+        if num_inside < _HALF:
+            _clean(k_tile, num_inside, DH)
             hopper.fence_async_shared()
             thread_barrier()
-        d_scores = blocks.index(2 * stage + PART).permute((1, 0))
-        grad_q = hopper.warpgroup_mma(d_scores, k_tiles.index(stage), grad_q, is_async=True)
-        grad_q = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[grad_q])
+        grad_q = hopper.warpgroup_mma(blocks.index(part).permute((1, 0)), k_tile, grad_q, is_async=True)
+        if HEADS == 2:
+            other = hopper.warpgroup_mma(blocks.index(part + 2).permute((1, 0)), k_tile, other, is_async=True)
+            grad_q, other = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[grad_q, other])
+        else:
+            grad_q = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[grad_q])
         hopper.mbarrier.arrive(empty.index(stage), count=1)
     query = PART * _ROWS + _query(gl.arange(0, _ROWS, gl.SliceLayout(1, wide)))
-    at = ((first_query + query).to(gl.int64) * (HKV * GROUP) + head).expand_dims(1) * DH
+    at = ((first_query + query).to(gl.int64) * H + head).expand_dims(1) * DH
     at += gl.arange(0, DH, gl.SliceLayout(0, wide)).expand_dims(0)
     here = (query < num_queries).expand_dims(1).broadcast_to([_ROWS, DH])
     gl.store(grad_q_ptr + at, (grad_q * softmax_scale).to(gl.bfloat16), mask=here)
-
-
-@gluon.jit
-def _num_tiles(position, num_queries):
-    """Of keys that queries from `position` on see; a tile that is not needed has no queries."""
-    return gl.where(num_queries > 0, position // _KEYS + 1, 0)
+    if HEADS == 2:
+        gl.store(grad_q_ptr + at + DH, (other * softmax_scale).to(gl.bfloat16), mask=here)

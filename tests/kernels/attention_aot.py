@@ -109,21 +109,22 @@ def backward(name, head_dim):
     return compiled(kernel, signature, constants, **launch_options(name, head_dim))
 
 
-def gradients(name, head_dim):
-    """`grad_kv_kernel` or `grad_q_kernel` of `gradient_kernels`."""
-    KEYS, ROWS = gradient_kernels.KEYS, gradient_kernels.ROWS
-    numbers = dict.fromkeys(("first_head", "num_heads", "num_blocks"), "i32")
+def gradients(name, head_dim, pair=2):
+    """`grad_kv_kernel`, or `grad_q_kernel` of one head or two, of `gradient_kernels`."""
+    rows, numbers = boxes("bf16", gradient_kernels.ROWS, head_dim), ("first_head", "num_heads", "num_blocks")
     constants = {"GROUP": 4, "HKV": 8, "DH": head_dim, "REGISTERS": attention_gradients.REGISTERS}
     if name == "kv":
-        rows = boxes("bf16", ROWS, head_dim)
         signature = dict.fromkeys(("q_desc", "d_out_desc", "k_desc", "v_desc"), rows)
-        signature |= {"log2sum_ptr": "*fp32", "delta_ptr": "*fp32", "grad_k_ptr": "*bf16", "grad_v_ptr": "*bf16"}
-        signature |= {"blocks_ptr": "*bf16", "tiles_ptr": "*i32"} | numbers | {"T": "i32", "softmax_scale": "fp32"}
+        signature |= {"log2sum_ptr": "*fp32", "delta_ptr": "*fp32"}
+        signature |= dict.fromkeys(("grad_k_ptr", "grad_v_ptr", "blocks_ptr"), "*bf16") | {"tiles_ptr": "*i32"}
+        signature |= dict.fromkeys((*numbers, "T"), "i32") | {"softmax_scale": "fp32"}
         kernel, constants["STAGES"] = gradient_kernels.grad_kv_kernel, attention_gradients.STAGES
     else:
-        signature = {"blocks_desc": boxes("bf16", KEYS, ROWS), "k_desc": boxes("bf16", KEYS, head_dim)}
-        signature |= {"grad_q_ptr": "*bf16", "tiles_ptr": "*i32"} | numbers | {"softmax_scale": "fp32"}
-        kernel, constants["STAGES"] = gradient_kernels.grad_q_kernel, attention_gradients.KEY_STAGES
+        signature = {"blocks_desc": boxes("bf16", gradient_kernels.KEYS // 2, gradient_kernels.ROWS), "k_desc": rows}
+        signature |= {"grad_q_ptr": "*bf16", "tiles_ptr": "*i32"} | dict.fromkeys(numbers, "i32")
+        signature |= {"softmax_scale": "fp32"}
+        constants |= {"HEADS": pair, "STAGES": attention_gradients.KEY_STAGES[pair]}
+        kernel = gradient_kernels.grad_q_kernel
     return compiled(kernel, signature, constants, GluonASTSource, num_warps=4)
 
 
@@ -170,6 +171,7 @@ def every_variant():
     for width in attention_gradients.WIDTHS:
         yield f"gradients_kv bf16 {width}", partial(gradients, "kv", width)
         yield f"gradients_q bf16 {width}", partial(gradients, "q", width)
+        yield f"gradients_q bf16 {width} odd", partial(gradients, "q", width, 1)
         yield f"rows bf16 {width}", partial(rows, width)
     for width in (64, 96, 128):
         for kv_format, fp8 in (("bf16", False), ("fp8", True)):
