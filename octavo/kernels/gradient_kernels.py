@@ -193,8 +193,8 @@ def _add_queries(
     for step in range(0, num_full):
         stage = step % STAGES
         weights, d_scores = _weights(scores, v_tile, stage, shared, factor, 0, 0, False)
-        coming = _scores(k_tile, step + 1, shared, STAGES, layout)
         grad_k, grad_v = _add(weights, d_scores, grad_k, grad_v, stage, shared, wide)
+        coming = _scores(k_tile, step + 1, shared, STAGES, layout)
         _keep(blocks_ptr, step, d_scores)
         scores, grad_k, grad_v = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, grad_k, grad_v])
         hopper.mbarrier.arrive(empty.index(stage), count=1)
@@ -283,7 +283,7 @@ def _keep(blocks_ptr, step, rounded):
         [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [_HALF, _ROWS],
     )  # fmt: skip
-    block = gl.convert_layout(parts.reshape([_HALF, _ROWS]), together, assert_trivial=False)
+    block = gl.convert_layout(parts.reshape([_HALF, _ROWS]), together)
     key = gl.arange(0, _HALF, gl.SliceLayout(1, together)).expand_dims(1)
     column = gl.arange(0, _ROWS, gl.SliceLayout(0, together)).expand_dims(0)
     gl.store(blocks_ptr + step.to(gl.int64) * (_KEYS * _ROWS) + (key * _ROWS + column), block)

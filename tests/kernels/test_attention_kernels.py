@@ -63,8 +63,10 @@ def test_every_kernel_compiles_for_hopper():
             assert counts[inputs] == counts["wgmma.mma_async"] + counts["mma.sync"], (name, counts)
         if kind != "codes":
             assert counts["together"] in ([2], []), (name, counts)  # the same for tiles of any height
-        # One warp that holds 16 rows spills in the last block of keys of a sequence; others a little at width 96.
-        assert counts["stack"] <= (1024 if name.startswith("decode") and "few" not in name else 64), (name, counts)
+        # One warp that holds 16 rows spills in the last block of keys of a sequence; others a little at width 96, and
+        # what holds dK and dV in registers some addresses.
+        most = {"decode": 64 if "few" in name else 1024, "gradients_kv": 192}.get(kind, 64)
+        assert counts["stack"] <= most, (name, counts)
         assert counts["shared"] <= 227 * 1024, (name, counts)
         assert (counts["first"][:2] == WAITS_AND_LETS_START) == (kind in ("heads", "codes")), (name, counts)
         assert counts["atom"] == (1 if name.startswith("heads fp8") else 0), (name, counts)
