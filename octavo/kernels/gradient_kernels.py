@@ -37,7 +37,7 @@ _ROWS = constexpr(ROWS)
 _LOG2_E = constexpr(LOG2_E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def rows_kernel(
     out_ptr, d_out_ptr, logsumexp_ptr, delta_ptr, log2sum_ptr, T, R: tl.constexpr, H: tl.constexpr, DH: tl.constexpr
 ):

@@ -83,13 +83,13 @@ class _PackedKernels(torch.autograd.Function):
         q, k, v, q_gain, k_gain, out, logsumexp = ctx.saved_tensors
         context, counted = ctx.context, torch.zeros_like(ctx.transform.num_saturated)
         transform = replace(ctx.transform, q_gain=q_gain, k_gain=k_gain, num_saturated=counted)
-        keys, values = (empty_kv(k.shape, context.kv_format, k.device, torch.float16) for _ in "kv")
+        keys, values = (empty_kv(k.shape, context.kv_format, k.device, torch.bfloat16) for _ in "kv")  # K^, V^
         turned, inverse_rms = write_heads(q, k, v, transform, keys, values, None)
         grad_q, grad_k, grad_v = attention_backward(
             grads[0],
             turned,
-            keys.decode(),
-            values.decode(),
+            keys.values,
+            values.values,
             out,
             logsumexp,
             context.cu_seqlens,

@@ -219,7 +219,9 @@ class LayerPass:
     @property
     def _stored_kv(self) -> int:
         """Keys and values of as many tokens, side by side."""
-        per_head = BF16 * self.shape.head_dim + FP32 * (self.recipe.kv_cache == "fp8")  # codes in FP16, and a scale
+        per_head = BF16 * self.shape.head_dim + FP32 * (
+            self.recipe.kv_cache == "fp8"
+        )  # codes in FP16 or times their scale in BF16, and a scale
         return 2 * self.num_tokens * self.shape.num_kv_heads * per_head
 
     @property
@@ -237,10 +239,7 @@ class LayerPass:
         T, query, key = self.num_tokens, self.o.in_features, self.shape.num_kv_heads * self.shape.head_dim
         gradients, saved = self._bf16(query + 2 * key), self.saved
         with ledger.holding(self._turned + self._stored_kv):
-            decoded = 2 * self._bf16(key) if self.recipe.kv_cache == "fp8" else 0
-            if decoded:
-                ledger.touch(self._bf16(key) + 2 * FP32 * T * key)
-            with ledger.holding(decoded + self._in_gradients):
+            with ledger.holding(self._in_gradients):
                 ledger.take(gradients)
             partials = _gain_partials(T * self.shape.num_heads, self.shape.head_dim)
             before_norm = (self._bf16(query) + partials) * self.shape.qk_norm

@@ -339,6 +339,11 @@ def transform_of(T, Dh, normed, device="cpu"):
     return HeadTransform(*tables, q_gain, k_gain, NORM_EPS, torch.zeros(1, dtype=torch.int64, device=device))
 
 
+def by_slot(kept, slots):
+    """Keys or values of some slots."""
+    return StoredKV(kept.values[slots], None if kept.scale is None else kept.scale[slots])
+
+
 def check_heads(T, heads, kv_format, normed, device="cpu"):
     """The bits of norm, rotation and storage one after another, as a CPU computes them; other slots stay untouched."""
     H, Hkv, Dh = heads
@@ -363,6 +368,10 @@ def check_heads(T, heads, kv_format, normed, device="cpu"):
         wanted.append(rotate(x, transform.cos.cpu(), transform.sin.cpu()))
     assert torch.equal(got.cpu(), wanted[0])
     assert not normed or torch.equal(inverse_rms.cpu(), torch.cat(inverses))
+    decoded = [empty_kv((T, Hkv, Dh), kv_format, device, torch.bfloat16) for _ in "kv"]
+    write_heads(q, k, v, replace(transform, num_saturated=torch.zeros_like(transform.num_saturated)), *decoded, None)
+    for found, kept in zip(decoded, (keys, values), strict=True):
+        assert torch.equal(found.values, by_slot(kept, slots).decode())
     other = torch.ones(2 * T, dtype=torch.bool, device=device).index_fill(0, slots, False)
     for kept, x in ((keys, wanted[1]), (values, v.cpu())):
         stored = store_kv(x, kv_format)
