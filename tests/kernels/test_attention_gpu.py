@@ -203,6 +203,7 @@ def test_pages_equal_a_packed_batch(heads, kv_format):
 
 
 @every_format
+@pytest.mark.parametrize("back_end", [None, "triton"])
 @pytest.mark.parametrize("shape", ["qwen3-8b, llama-3-8b", "smollm2-135m"])
-def test_gradients_of_what_was_projected(shape, kv_format):
-    check_gradients(kv_format, [300, 3, 70], SHAPES[shape], device="cuda")
+def test_gradients_of_what_was_projected(shape, back_end, kv_format):
+    check_gradients(kv_format, [300, 3, 70], SHAPES[shape], back_end, "cuda")
