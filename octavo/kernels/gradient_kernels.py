@@ -1,6 +1,6 @@
 """The Gluon kernels of attention's backward pass on Hopper: no atomics, the same bits every time.
 
-    p = exp2(scores * log2(e) - logsumexp)      d_scores = p * (d_out . V^ - delta)
+    p = exp2(scores * log2(e) - log2sum)      d_scores = p * (d_out . V^ - delta)
     dV = p^T . d_out     dK = softmax_scale * d_scores^T . Q     dQ = softmax_scale * d_scores . K^
 
 A program adds up dK and dV of 128 keys along the queries of all heads that share them, and leaves d_scores in memory as
@@ -8,7 +8,7 @@ BF16; dQ is then a product of matrices, along the keys. Five products in all, wh
 the scores and d_out . V^ twice and needs seven. In the first kernel keys are the rows of the tensor cores' results, so
 that p^T and d_scores^T come in the registers that the next product reads. Two groups of four warps have 64 keys each; a
 warp brings what they read by TMA. The scores of the next queries are computed beside this one's dK and dV. Blocks of
-queries that not every key is seen by come last.
+which not every query sees every key come last.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def grad_kv_kernel(
     Args:
         log2sum_ptr, delta_ptr: [H, T] of `rows_kernel`.
         blocks_ptr: [num_heads, num_blocks, KEYS, ROWS] bf16, gets d_scores^T; queries in the order of `_query`.
-        tiles_ptr: as `attention_gradients` takes them.
+        tiles_ptr: of `GradientTiles`.
         first_head, num_heads: KV heads of this launch.
     """
     head = gl.program_id(0) % num_heads
@@ -152,8 +152,8 @@ def _fetch_queries(
     if num_all > 0:
         hopper.mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
         for part in gl.static_range(2):
-            tma_load(k_desc, [first_key + part * (_HALF), kv_head * DH], kv_full, k_tiles.index(part))
-            tma_load(v_desc, [first_key + part * (_HALF), kv_head * DH], kv_full, v_tiles.index(part))
+            tma_load(k_desc, [first_key + part * _HALF, kv_head * DH], kv_full, k_tiles.index(part))
+            tma_load(v_desc, [first_key + part * _HALF, kv_head * DH], kv_full, v_tiles.index(part))
     for step in range(0, GROUP * num_all):
         stage, turn = step % STAGES, step // STAGES & 1
         group, tile = _taken(step, num_queries, GROUP)
@@ -207,7 +207,7 @@ def _add_queries(
             _clean(d_out_tiles.index(stage), num_inside, DH)
             hopper.fence_async_shared()
             thread_barrier()
-        behind = tile * _ROWS - PART * (_HALF)
+        behind = tile * _ROWS - PART * _HALF
         weights, d_scores = _weights(scores, v_tile, stage, shared, factor, behind, num_inside, True)
         grad_k, grad_v = _add(weights, d_scores, grad_k, grad_v, stage, shared, wide)
         _keep(blocks_ptr, step, d_scores)
@@ -217,7 +217,7 @@ def _add_queries(
             coming = _scores(k_tile, step + 1, shared, STAGES, layout)
             scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
 
-    key = PART * (_HALF) + gl.arange(0, _HALF, gl.SliceLayout(1, wide))
+    key = PART * _HALF + gl.arange(0, _HALF, gl.SliceLayout(1, wide))
     at = ((first_key + key).to(gl.int64) * HKV + kv_head).expand_dims(1) * DH
     at += gl.arange(0, DH, gl.SliceLayout(0, wide)).expand_dims(0)
     here = (key < num_queries).expand_dims(1).broadcast_to([_HALF, DH])
