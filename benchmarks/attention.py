@@ -161,7 +161,7 @@ def backward(num_sequences: int, length: int, add: Callable) -> None:
     tiles = packed_tiles(boundaries, T, H // Hkv, Dh)
     out, logsumexp = attention_forward(q, k, v, None, None, tiles.forward, scale)
     operands = d_out, q, k, v, out, logsumexp, boundaries, tiles, scale
-    for name in ("triton", *PEERS):
+    for name in ("gluon", "triton", *PEERS):
         time = time_of_peer(f"backward {case}/{name}", partial(attention_backward, *operands, name))
         if time is not None:
             add(f"backward {case}/{name}", "tflop_s", flop / time / 1e9, "TFLOP/s", note=f"{time:.3f} ms")

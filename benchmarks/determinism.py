@@ -35,7 +35,7 @@ SHAPE = Qwen3Config(
 )  # fmt: skip
 SEQUENCES, LENGTH = 2, 4096
 WARM_UP, STEPS = 2, 5
-DEFAULT: BackwardName = "triton"
+DEFAULT: BackwardName = "gluon"
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Attention's backward pass on a GPU, from the output and the logsumexp of the forward pass, by named back ends.
 
-    triton   our kernels: deterministic
+    gluon    our kernels for Hopper and heads of width 64 and 128: deterministic
+    triton   our kernels for any width: deterministic
     flash    torch's FlashAttention 2 over packed sequences: deterministic under torch.use_deterministic_algorithms
     cudnn    torch's cuDNN attention, one sequence at a time: each length is planned anew, so for long sequences only
 
@@ -14,11 +15,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from octavo.kernels.attention_gradients import WIDTHS, attention_gradients
 from octavo.kernels.backward_kernels import delta_kernel, grad_kv_kernel, grad_q_kernel
-from octavo.kernels.triton_attention import PackedTiles, block_width
+from octavo.kernels.triton_attention import PackedTiles, block_width, has_gradients
 from octavo.kernels.triton_shim import triton
 
-BackwardName = Literal["triton", "flash", "cudnn"]
+BackwardName = Literal["gluon", "triton", "flash", "cudnn"]
 Gradients = tuple[Tensor, Tensor, Tensor]
 DELTA_ROWS = 32
 """Rows of a program that adds up d_out * out."""
@@ -34,7 +36,7 @@ def attention_backward(
     cu_seqlens: Tensor,
     tiles: PackedTiles,
     softmax_scale: float,
-    back_end: BackwardName,
+    back_end: BackwardName | None = None,
 ) -> Gradients:
     """Gradients of causal attention within packed sequences.
 
@@ -43,21 +45,29 @@ def attention_backward(
         k, v: [T, Hkv, Dh] bf16, K^ and V^.
         logsumexp: [T, H] fp32, of each row of scores.
         cu_seqlens: [N + 1] int64 sequence boundaries, from 0 to T.
-        tiles: of `packed_tiles`, for the back end `triton`.
+        tiles: of `packed_tiles`, for our own back ends.
         softmax_scale: multiplies the scores.
-        back_end: who computes it.
+        back_end: who computes it; None for `gluon` where it runs, else `triton`.
 
     Returns:
         Gradients of q, k and v, bf16, contiguous.
 
     Raises:
-        ValueError: another back end.
+        ValueError: another back end, or one that does not run here.
     """
     grad_out = grad_out.contiguous()
+    back_end = back_end or ("gluon" if has_gradients(q.shape[2]) else "triton")
     if back_end not in get_args(BackwardName):
         raise ValueError(f"attention_backward must be one of {', '.join(get_args(BackwardName))}; got {back_end!r}")
     if not len(q):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if back_end == "gluon":
+        if not has_gradients(q.shape[2]):
+            raise ValueError(
+                f"attention_backward 'gluon' wants a Hopper GPU with triton's Gluon and heads of width "
+                f"{' or '.join(map(str, WIDTHS))}; got width {q.shape[2]}. Use 'triton'"
+            )
+        return attention_gradients(grad_out, q, k, v, out, logsumexp, tiles.gradients, softmax_scale)
     if back_end == "triton":
         return _triton(grad_out, q, k, v, out, logsumexp, cu_seqlens, tiles, softmax_scale)
     run = _flash if back_end == "flash" else _cudnn

@@ -83,7 +83,7 @@ def write_heads(
     Args:
         q: [T, H, Dh] bf16; k, v: [T, Hkv, Dh] bf16; heads may lie in wider rows.
         transform: of q and k.
-        keys, values: [slots, Hkv, Dh], written in place; codes may be held as fp16.
+        keys, values: [slots, Hkv, Dh], written in place; codes may be held as fp16, and as bf16 times their scale.
         slots: [T] int64; None for the first T.
 
     Returns:
@@ -131,7 +131,7 @@ def write_heads(
 def empty_kv(
     shape: tuple[int, ...], kv_format: StorageFormat, device: torch.device, codes: torch.dtype = E4M3
 ) -> StoredKV:
-    """Room for keys or values [..., Hkv, Dh], in FP8 for codes of a dtype that holds them."""
+    """Room for keys or values [..., Hkv, Dh], in FP8 for codes of a dtype that holds them; in bf16 for K^ or V^."""
     values = torch.empty(shape, dtype=codes if kv_format == "fp8" else torch.bfloat16, device=device)
     return StoredKV(values, torch.empty(shape[:-1], device=device) if kv_format == "fp8" else None)
 

@@ -120,6 +120,9 @@ def _store_kv(ptr, scale_ptr, low, high, row, here, DH: tl.constexpr, BLOCK_D: t
         tl.store(scale_ptr + row, scale, mask=here)
         inverse = inverse_of(scale)[:, None]
         low, high = to_e4m3(quotient(low, scale[:, None], inverse)), to_e4m3(quotient(high, scale[:, None], inverse))
+        if ptr.dtype.element_ty == tl.bfloat16:  # what the codes stand for
+            low = round_bf16(low.to(tl.float32) * scale[:, None])
+            high = round_bf16(high.to(tl.float32) * scale[:, None])
     _store_halves(ptr, low, high, row, here, DH, BLOCK_D)
 
 

@@ -67,7 +67,7 @@ def prefill_attention(
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
     out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
-    keys = (_descriptor(x.view(len(x), -1), [KV_BLOCK, Dh]) for x in (k, v))
+    keys = (descriptor(x.view(len(x), -1), [KV_BLOCK, Dh]) for x in (k, v))
     prefill_attention_kernel[(Hkv * len(tiles),)](
         q,
         *keys,
@@ -91,7 +91,8 @@ def prefill_attention(
     return out, logsumexp
 
 
-def _descriptor(matrix: Tensor, box: list[int]) -> object:
+def descriptor(matrix: Tensor, box: list[int]) -> object:
+    """For bulk copies of boxes of a row-major matrix to swizzled shared memory."""
     layout = gl.NVMMASharedLayout(128, matrix.element_size() * 8, rank=2)
     return triton_module("experimental.gluon.nvidia.hopper").TensorDescriptor.from_tensor(matrix, box, layout)
 

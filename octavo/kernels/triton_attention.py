@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels import decode_attention, prefill_attention
+from octavo.kernels import attention_gradients, decode_attention, prefill_attention
+from octavo.kernels.attention_gradients import GradientTiles, blocks_of
 from octavo.kernels.attention_kernels import KV_BLOCK, LOG2_E, attention_kernel
 from octavo.kernels.device import on_gpu
 from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, triton
@@ -44,6 +45,8 @@ class PackedTiles(NamedTuple):
     """For dQ."""
     keys: Tiles
     """Of KV_BLOCK keys, those with most queries first, for dK and dV."""
+    gradients: GradientTiles
+    """For all of them on Hopper."""
 
 
 def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int, head_dim: int) -> PackedTiles:
@@ -53,7 +56,23 @@ def packed_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int, he
         tiles_of(cu_seqlens, None, num_tokens, heads_per_kv_head, rows)
         for rows in (packed_rows(head_dim), PREFILL_ROWS)
     )
-    return PackedTiles(forward, queries, Tiles(keys.table.flip(0), KV_BLOCK))
+    gradients = gradient_tiles(cu_seqlens, num_tokens, heads_per_kv_head)
+    return PackedTiles(forward, queries, Tiles(keys.table.flip(0), KV_BLOCK), gradients)
+
+
+def gradient_tiles(cu_seqlens: Tensor, num_tokens: int, heads_per_kv_head: int) -> GradientTiles:
+    """Tiles of sequences laid end to end, for `attention_gradients`."""
+    queries = tiles_of(cu_seqlens, None, num_tokens, 1, attention_gradients.KEYS).table.long()
+    first, size, position, sequence = queries.unbind(1)
+    before = torch.nn.functional.pad(blocks_of(cu_seqlens.diff()).cumsum(0), (1, 0))
+    left = torch.where(size > 0, cu_seqlens[sequence + 1] - first, 0) if len(queries) else first
+    table = torch.stack([first, left, position, before[sequence]], dim=1).int()
+    return GradientTiles(table, table[left.argsort(descending=True)], before[-1] * heads_per_kv_head)
+
+
+def has_gradients(head_dim: int) -> bool:
+    """Whether `attention_gradients` runs for this width."""
+    return _GLUON_RUNS and head_dim in attention_gradients.WIDTHS
 
 
 def packed_rows(head_dim: int) -> int:

@@ -51,8 +51,8 @@ class PackedAttention:
     """[N + 1] int64 boundaries, from 0 to T."""
     kv_format: StorageFormat
     """Of the keys and values that the queries see."""
-    backward: BackwardName = "triton"
-    """Who computes the gradient on a GPU."""
+    backward: BackwardName | None = None
+    """Who computes the gradient on a GPU; None for the faster of our own."""
     _tiles: dict[tuple[int, int, int], PackedTiles] = field(default_factory=dict, repr=False)
 
     def attend(
@@ -104,13 +104,13 @@ class _PackedKernels(torch.autograd.Function):
         q, k, v, q_gain, k_gain, out, logsumexp = ctx.saved_tensors
         context, counted = ctx.context, torch.zeros_like(ctx.transform.num_saturated)
         transform = replace(ctx.transform, q_gain=q_gain, k_gain=k_gain, num_saturated=counted)
-        keys, values = (empty_kv(k.shape, context.kv_format, k.device, torch.float16) for _ in "kv")
+        keys, values = (empty_kv(k.shape, context.kv_format, k.device, torch.bfloat16) for _ in "kv")  # K^, V^
         turned, inverse_rms = write_heads(q, k, v, transform, keys, values, None)
         grad_q, grad_k, grad_v = attention_backward(
             grads[0],
             turned,
-            keys.decode(),
-            values.decode(),
+            keys.values,
+            values.values,
             out,
             logsumexp,
             context.cu_seqlens,

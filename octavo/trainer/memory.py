@@ -174,9 +174,10 @@ def _passes(
     recipes, T = [config.precision.train_recipe()], -(-counts.microbatch // TOKEN_BLOCK) * TOKEN_BLOCK  # filled up
     if config.watch is not None and config.watch.action == "bf16_forward":
         recipes.append(get_recipe("bf16"))
-    recompute = config.trainer.recompute_layers
+    recompute, longest = config.trainer.recompute_layers, config.max_tokens
     policies = [
-        DecoderPass(shape=shape, recipe=recipe, num_tokens=T, num_scored=T, recompute=recompute) for recipe in recipes
+        DecoderPass(shape=shape, recipe=recipe, num_tokens=T, num_scored=T, longest=longest, recompute=recompute)
+        for recipe in recipes
     ]
     gradients = {"gradients": FP32 * estimate.num_parameters}
     phases = {"old_logprobs": {"forward": max(policy.forward() for policy in policies)}}
@@ -186,6 +187,7 @@ def _passes(
             recipe=get_recipe(config.critic.recipe),
             num_tokens=T,
             num_scored=0,
+            longest=longest,
             recompute=recompute,
         )
         head = 2 * FP32 * T * of_critic.hidden_size  # its input in FP32, and the gradient of that

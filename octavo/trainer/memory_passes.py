@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from octavo.kernels import lm_head
+from octavo.kernels.attention_gradients import BLOCK_BYTES, WIDTHS, blocks_of, heads_at_once
 from octavo.kernels.norm import BACKWARD_PROGRAMS, TILE_ELEMENTS
 from octavo.models.config import DecoderConfig
 from octavo.models.fused import PADDING, saves_blocks
@@ -27,6 +28,8 @@ class LayerPass:
     index: int
     num_tokens: int
     """T."""
+    longest: int
+    """Tokens of a sequence."""
     paged: bool
     """Keys and values go to the cache of the engine."""
 
@@ -216,18 +219,27 @@ class LayerPass:
     @property
     def _stored_kv(self) -> int:
         """Keys and values of as many tokens, side by side."""
-        per_head = BF16 * self.shape.head_dim + FP32 * (self.recipe.kv_cache == "fp8")  # codes in FP16, and a scale
+        per_head = BF16 * self.shape.head_dim + FP32 * (
+            self.recipe.kv_cache == "fp8"
+        )  # codes in FP16 or times their scale in BF16, and a scale
         return 2 * self.num_tokens * self.shape.num_kv_heads * per_head
+
+    @property
+    def _in_gradients(self) -> int:
+        """Rows and blocks of scores within attention's backward, of sequences as long as they may be."""
+        T, heads, kv_heads = self.num_tokens, self.shape.num_heads, self.shape.num_kv_heads
+        if self.shape.head_dim not in WIDTHS:
+            return FP32 * T * heads
+        num_whole, rest = divmod(T, self.longest)
+        blocks = heads // kv_heads * (num_whole * blocks_of(self.longest) + blocks_of(rest))
+        return 2 * FP32 * T * heads + heads_at_once(blocks, kv_heads) * blocks * BLOCK_BYTES
 
     def _attention_backward(self, ledger: Ledger) -> None:
         """d_out is held before; after it the gradient of qkv, and what attention saved is free."""
         T, query, key = self.num_tokens, self.o.in_features, self.shape.num_kv_heads * self.shape.head_dim
         gradients, saved = self._bf16(query + 2 * key), self.saved
         with ledger.holding(self._turned + self._stored_kv):
-            decoded = 2 * self._bf16(key) if self.recipe.kv_cache == "fp8" else 0
-            if decoded:
-                ledger.touch(self._bf16(key) + 2 * FP32 * T * key)
-            with ledger.holding(decoded + FP32 * T * self.shape.num_heads):
+            with ledger.holding(self._in_gradients):
                 ledger.take(gradients)
             partials = _gain_partials(T * self.shape.num_heads, self.shape.head_dim)
             before_norm = (self._bf16(query) + partials) * self.shape.qk_norm
@@ -248,6 +260,8 @@ class DecoderPass:
     """T."""
     num_scored: int
     """S: sampled tokens, whose log-probabilities are wanted; 0 where lm_head does not run."""
+    longest: int | None = None
+    """Tokens of its longest sequence; None: all."""
     recompute: bool = False
     """Layers are computed again in the backward."""
     paged: bool = False
@@ -289,7 +303,14 @@ class DecoderPass:
     def layers(self) -> list[LayerPass]:
         """In order."""
         return [
-            LayerPass(shape=self.shape, recipe=self.recipe, index=index, num_tokens=self.num_tokens, paged=self.paged)
+            LayerPass(
+                shape=self.shape,
+                recipe=self.recipe,
+                index=index,
+                num_tokens=self.num_tokens,
+                longest=min(self.longest or self.num_tokens, self.num_tokens),
+                paged=self.paged,
+            )
             for index in range(self.shape.num_layers)
         ]
 

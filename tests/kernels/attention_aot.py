@@ -17,7 +17,15 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from octavo.kernels import attention_kernels, backward_kernels, decode_attention, heads_kernels, prefill_attention
+from octavo.kernels import (
+    attention_gradients,
+    attention_kernels,
+    backward_kernels,
+    decode_attention,
+    gradient_kernels,
+    heads_kernels,
+    prefill_attention,
+)
 from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
 from octavo.kernels.heads import GATHERED_ROWS, TOKENS
 from octavo.kernels.triton_attention import FEW_PROGRAMS, UNFUSED, block_width, num_warps
@@ -74,10 +82,14 @@ def fp8_decode(head_dim, cast=False):
     )
 
 
+def boxes(dtype, rows, columns):
+    """A descriptor."""
+    return f"tensordesc<{dtype}[{rows}, {columns}],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
+
+
 def many_queries(head_dim, scaled):
     """`prefill_attention_kernel`."""
-    layout = repr(gl.NVMMASharedLayout(128, 16, rank=2))
-    keys = f"tensordesc<{'fp16' if scaled else 'bf16'}[{prefill_attention.KV_BLOCK}, {head_dim}],{layout}>"
+    keys = boxes("fp16" if scaled else "bf16", prefill_attention.KV_BLOCK, head_dim)
     signature = {"q_ptr": "*bf16", "k_desc": keys, "v_desc": keys, **SCALES, "out_ptr": "*bf16"}
     signature |= {"logsumexp_ptr": "*fp32", "tiles_ptr": "*i32", "starts_ptr": "*i64", "factor": "fp32"}
     constants = {"H": 32, "HKV": 8, "DH": head_dim, "STARTS": True, "SCALED": scaled}
@@ -97,6 +109,33 @@ def backward(name, head_dim):
         signature |= {"softmax_scale": "fp32"}
         kernel, constants = backward_kernels.grad_kv_kernel, shape(head_dim)
     return compiled(kernel, signature, constants, **launch_options(name, head_dim))
+
+
+def gradients(name, head_dim, pair=2):
+    """`grad_kv_kernel`, or `grad_q_kernel` of one head or two, of `gradient_kernels`."""
+    rows, numbers = boxes("bf16", gradient_kernels.ROWS, head_dim), ("first_head", "num_heads", "num_blocks")
+    constants = {"GROUP": 4, "HKV": 8, "DH": head_dim, "REGISTERS": attention_gradients.REGISTERS}
+    if name == "kv":
+        signature = dict.fromkeys(("q_desc", "d_out_desc", "k_desc", "v_desc"), rows)
+        signature |= {"log2sum_ptr": "*fp32", "delta_ptr": "*fp32"}
+        signature |= dict.fromkeys(("grad_k_ptr", "grad_v_ptr", "blocks_ptr"), "*bf16") | {"tiles_ptr": "*i32"}
+        signature |= dict.fromkeys((*numbers, "T"), "i32") | {"softmax_scale": "fp32"}
+        kernel, constants["STAGES"] = gradient_kernels.grad_kv_kernel, attention_gradients.STAGES
+    else:
+        signature = {"blocks_desc": boxes("bf16", gradient_kernels.KEYS // 2, gradient_kernels.ROWS), "k_desc": rows}
+        signature |= {"grad_q_ptr": "*bf16", "tiles_ptr": "*i32"} | dict.fromkeys(numbers, "i32")
+        signature |= {"softmax_scale": "fp32"}
+        constants |= {"HEADS": pair, "STAGES": attention_gradients.KEY_STAGES[pair]}
+        kernel = gradient_kernels.grad_q_kernel
+    return compiled(kernel, signature, constants, GluonASTSource, num_warps=4)
+
+
+def rows(head_dim):
+    """`rows_kernel`."""
+    signature = {"out_ptr": "*bf16", "d_out_ptr": "*bf16", "logsumexp_ptr": "*fp32", "delta_ptr": "*fp32"}
+    signature |= {"log2sum_ptr": "*fp32", "T": "i32"}
+    constants = {"R": attention_gradients.TOKENS, "H": 32, "DH": head_dim}
+    return compiled(gradient_kernels.rows_kernel, signature, constants, num_warps=4)
 
 
 def delta(head_dim):
@@ -148,6 +187,11 @@ def every_variant():
         yield f"codes fp8 {width} cast", partial(fp8_decode, width, True)
         for kv_format, scaled in (("bf16", False), ("fp8", True)):
             yield f"many {kv_format} {width}", partial(many_queries, width, scaled)
+    for width in attention_gradients.WIDTHS:
+        yield f"gradients_kv bf16 {width}", partial(gradients, "kv", width)
+        yield f"gradients_q bf16 {width}", partial(gradients, "q", width)
+        yield f"gradients_q bf16 {width} odd", partial(gradients, "q", width, 1)
+        yield f"rows bf16 {width}", partial(rows, width)
     for width in (64, 96, 128):
         for kv_format, fp8 in (("bf16", False), ("fp8", True)):
             yield f"decode {kv_format} {width}", partial(forward, 16, width, 16, fp8)
@@ -166,16 +210,8 @@ def every_variant():
 
 SOME = (
     *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
-    *(
-        "grad_q bf16 128",
-        "grad_kv bf16 128",
-        "delta bf16 96",
-        "rotate_back bf16 64",
-        "gather fp8 128",
-        "codes fp8 128",
-        "codes fp8 128 cast",
-        "many fp8 128",
-    ),
+    *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "gather fp8 128", "codes fp8 128"),
+    *("codes fp8 128 cast", "many fp8 128", "gradients_kv bf16 128", "gradients_q bf16 128", "rows bf16 128"),
 )
 """Every kernel and width once at least."""
 

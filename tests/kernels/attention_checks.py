@@ -24,6 +24,8 @@ from octavo.numerics.error import relative_error
 from octavo.numerics.exact import mean_square
 
 NORM_EPS = 1e-6
+OURS = ("gluon", "triton")
+"""Back ends of the gradient that give the same bits every time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,10 +308,37 @@ def check_backward(lengths, heads, back_end="triton", device="cpu"):
     for name, x, leaf in zip("qkv", found, leaves, strict=True):
         error, floor = relative_error(x, leaf.grad), relative_error(leaf.grad.bfloat16(), leaf.grad)
         # Beside the result, p or the gradients of scores are rounded to BF16, and delta is of a rounded output.
-        margin = 2.0 if back_end == "triton" else 3.0
+        margin = 2.0 if back_end in OURS else 3.0
         assert leaf.grad.abs().max() > 0.1 and error <= margin * floor, f"{name}: error {error:.3g}, floor {floor:.3g}"
-    if back_end == "triton":
+    if back_end in OURS:
         assert all(torch.equal(a, b) for a, b in zip(found, attention_backward(*arguments), strict=True))
+
+
+def check_backward_alone(lengths, heads, back_end, device="cpu"):
+    """A sequence's gradients have the bits that they have alone, and among neighbours of NaN."""
+    (H, Hkv, Dh), T = heads, sum(lengths)
+    q, k, v, d_out = (torch.randn(T, n, Dh, device=device).bfloat16() for n in (H, Hkv, Hkv, H))
+    boundaries = torch.tensor([0, *lengths], device=device).cumsum(0)
+    tiles = packed_tiles(boundaries, T, H // Hkv, Dh)
+    out, logsumexp = attention_forward(q, k, v, None, None, tiles.forward, Dh**-0.5)
+
+    def gradients(operands, edges):
+        tiles = packed_tiles(edges, len(operands[0]), H // Hkv, Dh)
+        return attention_backward(*operands, edges, tiles, Dh**-0.5, back_end)
+
+    operands = d_out, q, k, v, out, logsumexp
+    wanted, starts = gradients(operands, boundaries), boundaries.tolist()
+    assert all(x.isfinite().all() and x.abs().max() > 0.1 for x in wanted)
+    for start, length in zip(starts, lengths, strict=False):
+        rows = slice(start, start + length)
+        damaged = [torch.full_like(x, torch.nan) for x in operands]
+        for x, whole in zip(damaged, operands, strict=True):
+            x[rows] = whole[rows]
+        among = [x[rows] for x in gradients(damaged, boundaries)]
+        edges = torch.tensor([0, length], device=device)
+        alone = gradients([x[rows].contiguous() for x in operands], edges)
+        for name, whole, *others in zip("qkv", wanted, among, alone, strict=True):
+            assert all(torch.equal(x, whole[rows]) for x in others), f"{name} of the sequence of {length} at {start}"
 
 
 def transform_of(T, Dh, normed, device="cpu"):
@@ -330,6 +359,11 @@ def check_gathered(num_slots, heads, kv_format, device="cpu"):
     assert torch.equal(found.values.float(), stored.values.float()[slots]) and found.values.abs().max() > 9.0
     assert stored.scale is None or torch.equal(found.scale, stored.scale[slots])
     assert len(gathered(stored, slots[:0]).values) == 0
+
+
+def by_slot(kept, slots):
+    """Keys or values of some slots."""
+    return StoredKV(kept.values[slots], None if kept.scale is None else kept.scale[slots])
 
 
 def check_heads(T, heads, kv_format, normed, device="cpu"):
@@ -356,6 +390,10 @@ def check_heads(T, heads, kv_format, normed, device="cpu"):
         wanted.append(rotate(x, transform.cos.cpu(), transform.sin.cpu()))
     assert torch.equal(got.cpu(), wanted[0])
     assert not normed or torch.equal(inverse_rms.cpu(), torch.cat(inverses))
+    decoded = [empty_kv((T, Hkv, Dh), kv_format, device, torch.bfloat16) for _ in "kv"]
+    write_heads(q, k, v, replace(transform, num_saturated=torch.zeros_like(transform.num_saturated)), *decoded, None)
+    for found, kept in zip(decoded, (keys, values), strict=True):
+        assert torch.equal(found.values, by_slot(kept, slots).decode())
     other = torch.ones(2 * T, dtype=torch.bool, device=device).index_fill(0, slots, False)
     for kept, x in ((keys, wanted[1]), (values, v.cpu())):
         stored = store_kv(x, kv_format)

@@ -3,12 +3,14 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from attention_checks import (
     assert_same,
     check_backward,
+    check_backward_alone,
     check_bad_values,
     check_damage_is_seen,
     check_every_length,
@@ -23,8 +25,11 @@ from attention_checks import (
 )
 from attention_layers import check_cache_equals_packed, check_gradients
 
+from octavo.kernels import attention_gradients
 from octavo.kernels.attention import StoredKV
-from octavo.kernels.triton_attention import DECODE_ROWS
+from octavo.kernels.attention_backward import attention_backward
+from octavo.kernels.triton_attention import DECODE_ROWS, attention_forward, packed_tiles
+from octavo.numerics.error import relative_error
 
 pytestmark = pytest.mark.gpu
 SHAPES = {  # H, Hkv, Dh
@@ -131,6 +136,54 @@ def test_gradients_equal_float64(heads):
     check_backward([1000, 64, 1, 0, 513], heads, device="cuda")
 
 
+RAGGED = [1000, 63, 64, 65, 0, 127, 128, 129, 191, 1, 513]
+GROUPS = {"1": (4, 4, 128), "3": (9, 3, 64), "4": (32, 8, 128), "7": (14, 2, 64), "7 of 128": (7, 1, 128)}
+every_group = pytest.mark.parametrize("heads", GROUPS.values(), ids=list(GROUPS))
+
+
+@every_group
+def test_gradients_in_gluon_equal_float64(heads):
+    check_backward(RAGGED, heads, "gluon", "cuda")
+
+
+@pytest.mark.parametrize("lengths", [[1], [63], [64], [65], [127], [128], [129], [1000], [4096, 1, 4095]], ids=str)
+def test_gradients_in_gluon_of_any_length(lengths):
+    check_backward(lengths, (8, 2, 128), "gluon", "cuda")
+
+
+@pytest.mark.parametrize("back_end", ["gluon", "triton"])
+@every_group
+def test_gradients_do_not_depend_on_neighbours(heads, back_end):
+    check_backward_alone(RAGGED, heads, back_end, "cuda")
+
+
+@every_group
+def test_gradients_in_gluon_read_nothing_unwritten_and_write_all(heads, monkeypatch):
+    """Neither results nor blocks of scores start from zeros; heads go in one launch or one after another."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
+    monkeypatch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(torch.nan))
+    check_backward_alone([300, 64, 1, 129], heads, "gluon", "cuda")
+    monkeypatch.setattr(attention_gradients, "MAX_BLOCK_BYTES", 1)
+    check_backward_alone([300, 64, 1, 129], heads, "gluon", "cuda")
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (14, 2, 64)], ids=["128", "64"])
+def test_gradients_in_gluon_have_the_same_bits_every_time(heads):
+    (H, Hkv, Dh), lengths = heads, [8192, 2048, 777, 5]
+    q, k, v, d_out = (torch.randn(sum(lengths), n, Dh, device="cuda").bfloat16() for n in (H, Hkv, Hkv, H))
+    edges = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    tiles = packed_tiles(edges, len(q), H // Hkv, Dh)
+    out, logsumexp = attention_forward(q, k, v, None, None, tiles.forward, Dh**-0.5)
+    run = partial(attention_backward, d_out, q, k, v, out, logsumexp, edges, tiles, Dh**-0.5)
+    wanted = run("gluon")
+    for name, ours, theirs in zip("qkv", wanted, run("triton"), strict=True):
+        error = relative_error(ours, theirs)
+        assert theirs.abs().max() > 0.1 and error < 2.0**-7, f"{name}: {error:.3g} from triton"
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(run("gluon"), wanted, strict=True))
+
+
 @pytest.mark.parametrize("back_end", ["flash", "cudnn"])
 @pytest.mark.parametrize("shape", ["qwen3-8b, llama-3-8b", "qwen2.5-0.5b"])
 def test_gradients_of_other_back_ends_equal_float64(shape, back_end):
@@ -152,6 +205,7 @@ def test_pages_equal_a_packed_batch(heads, kv_format):
 
 
 @every_format
+@pytest.mark.parametrize("back_end", [None, "triton"])
 @pytest.mark.parametrize("shape", ["qwen3-8b, llama-3-8b", "smollm2-135m"])
-def test_gradients_of_what_was_projected(shape, kv_format):
-    check_gradients(kv_format, [300, 3, 70], SHAPES[shape], device="cuda")
+def test_gradients_of_what_was_projected(shape, back_end, kv_format):
+    check_gradients(kv_format, [300, 3, 70], SHAPES[shape], back_end, "cuda")

@@ -28,6 +28,8 @@ ATTENTION = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 64}
 UNTIED = {"tie_word_embeddings": False}
 SHORT, LONG = 512, 4480
 """Tokens, whole blocks of 128; LONG is enough for cuBLAS in BF16."""
+LONGEST = 200
+"""Tokens of a sequence."""
 
 
 def decoder_of(recipe, family, shape):
@@ -47,7 +49,7 @@ def decoder_of(recipe, family, shape):
 def scored(decoder, num_tokens, shadow=False):
     """The sum of all log-probabilities of a packed batch."""
     tokens = torch.zeros(num_tokens, dtype=torch.int64)
-    positions, edges = torch.arange(num_tokens) % 64, torch.tensor([*range(0, num_tokens, 64), num_tokens])
+    positions, edges = torch.arange(num_tokens) % LONGEST, torch.tensor([*range(0, num_tokens, LONGEST), num_tokens])
     kv_format = "bf16" if shadow else decoder.recipe.kv_cache
     hidden = decoder(tokens, positions, PackedAttention(edges, kv_format), shadow=shadow)
     sampled = torch.arange(1, num_tokens)
@@ -72,9 +74,8 @@ def test_forward_and_backward_hold_what_is_allocated(name, changes, family, shap
     recipe = get_recipe(name, **changes)
     decoder = decoder_of(recipe, family, shape)
     decoder.recompute_layers = recompute
-    plan = DecoderPass(
-        shape=decoder.config, recipe=recipe, num_tokens=num_tokens, num_scored=num_tokens - 1, recompute=recompute
-    )
+    tokens = {"num_tokens": num_tokens, "num_scored": num_tokens - 1, "longest": LONGEST}
+    plan = DecoderPass(shape=decoder.config, recipe=recipe, recompute=recompute, **tokens)
     pretend_cuda(monkeypatch)
     monkeypatch.setattr(lm_head, "GRAD_LOGITS_PER_CHUNK", 2**21)
     scored(decoder, num_tokens).backward()  # makes the operands that are kept, and the gradients
@@ -89,7 +90,7 @@ def test_forward_and_backward_hold_what_is_allocated(name, changes, family, shap
 def test_gradients_of_a_first_microbatch_grow_as_activations_go(name, monkeypatch):
     recipe = get_recipe(name)
     decoder = decoder_of(recipe, "qwen3", WHOLE | UNTIED | {"vocab_size": 128})
-    plan = DecoderPass(shape=decoder.config, recipe=recipe, num_tokens=SHORT, num_scored=SHORT - 1)
+    plan = DecoderPass(shape=decoder.config, recipe=recipe, num_tokens=SHORT, num_scored=SHORT - 1, longest=LONGEST)
     pretend_cuda(monkeypatch)
     scored(decoder, SHORT).backward()
     decoder.zero_grad()
