@@ -85,7 +85,7 @@ class DecodeBuffers:
             self._known[row] = pages[:]
         longest = max(len(sequence.pages) for sequence in rows)
         table = torch.from_numpy(self._pages[:size, :longest])
-        if self.page_table.is_cuda:
+        if self.page_table.device.type == "cuda":
             table = table.pin_memory()  # else the host would wait for the steps under way
         self.page_table[:size, :longest].copy_(table, non_blocking=True)
         return rows
@@ -181,7 +181,7 @@ class DecodeSteps:
             step(size)
         rows = slice(self._first_row, self._first_row + num_steps)
         tokens, logprobs = (_on_its_way(x[rows, :n]) for x in (buffers.sampled, buffers.logprobs))
-        done = torch.cuda.Event() if buffers.tokens.is_cuda else None
+        done = torch.cuda.Event() if buffers.tokens.device.type == "cuda" else None
         if done is not None:
             done.record()
         return Run(num_steps, tokens, logprobs, done)
@@ -230,4 +230,4 @@ class DecodeSteps:
 
 def _on_its_way(x: Tensor) -> Tensor:
     """x on the host, once its device has come so far."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda").copy_(x, non_blocking=True)
