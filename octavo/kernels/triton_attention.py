@@ -84,8 +84,12 @@ def decode_tiles(positions: Tensor, heads_per_kv_head: int) -> Tiles:
     """A tile for the query of each sequence, [B] int64 positions, those with most keys first."""
     index = torch.arange(len(positions), device=positions.device)
     table = torch.stack([index, torch.ones_like(index), positions, index], dim=1)
-    rows = DECODE_ROWS if heads_per_kv_head <= DECODE_ROWS else PREFILL_ROWS
-    return Tiles(table[positions.argsort(descending=True)].int(), rows, one_query=True)
+    return Tiles(table[positions.argsort(descending=True)].int(), decode_rows(heads_per_kv_head), one_query=True)
+
+
+def decode_rows(heads_per_kv_head: int) -> int:
+    """Of a tile of one query."""
+    return DECODE_ROWS if heads_per_kv_head <= DECODE_ROWS else PREFILL_ROWS
 
 
 def tiles_of(

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.decode_step import advance_
+from octavo.kernels.triton_attention import has_kernel
 from octavo.layers.linear import SCALE_STATE, quantized_layers
 from octavo.models.decoder import Decoder
 from octavo.rollout.cuda_graph import GraphedSteps, padded_size
@@ -45,10 +47,10 @@ class DecodeBuffers:
         """[B, pages] int32, pages of each sequence in order."""
         self._pages = np.full(self.page_table.shape, self.scratch_page, dtype=np.int32)
         self._known: list[list[int]] = [[] for _ in range(max_sequences)]
-        self._columns = torch.zeros(4, max_sequences, dtype=torch.int64, device=device)
-        self.tokens, self.positions, self.last_positions, self.sequence_ids = self._columns
+        self._columns = torch.zeros(5, max_sequences, dtype=torch.int64, device=device)
+        self.tokens, self.positions, self.last_positions, self.sequence_ids, self.order = self._columns
         """[B] int64 each: the last token of each sequence, which the next step runs; its position; the position of the
-        last token that the sequence may have; the key of the random numbers."""
+        last token that the sequence may have; the key of the random numbers; and rows, those of most tokens first."""
         self.running = torch.zeros(max_sequences, dtype=torch.bool, device=device)
         """[B] bool, whether the sequence goes on."""
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
@@ -65,11 +67,16 @@ class DecodeBuffers:
         self.page_table.fill_(self.scratch_page)
         for buffer in (self.tokens, self.positions, self.last_positions, self.running, self.step):
             buffer.zero_()
+        torch.arange(len(self.order), out=self.order)
 
     def fill(self, sequences: Sequence[Running], seed: int, size: int) -> None:
         """Put sequences into the first rows, and copies of the first into those up to `size`."""
         rows = self.fill_pages(sequences, size)
-        values = [(s.last_token, s.num_tokens - 1, s.longest - 1, s.sequence_id) for s in rows]
+        order = sorted(range(size), key=lambda row: -rows[row].num_tokens)
+        values = [
+            (s.last_token, s.num_tokens - 1, s.longest - 1, s.sequence_id, row)
+            for s, row in zip(rows, order, strict=True)
+        ]
         self._columns[:, :size] = torch.tensor(values).T
         self.running[:size] = True
         self.seed.fill_(signed(seed))
@@ -213,10 +220,14 @@ class DecodeSteps:
 
         def step(size: int) -> None:
             tokens, positions, running = (x[:size] for x in (buffers.tokens, buffers.positions, buffers.running))
-            context = PagedAttention.decode(self.cache, buffers.page_table[:size], positions)
+            context = PagedAttention.decode(self.cache, buffers.page_table[:size], positions, buffers.order[:size])
             hidden = self.decoder(tokens, positions, context)
             logits = self.decoder.logits(hidden, sampling.temperature or 1.0)
             drawn, logprobs = draw(logits, buffers.seed, buffers.sequence_ids[:size], positions + 1, sampling)
+            if has_kernel(self.cache.k):
+                kept = buffers.step, buffers.sampled, buffers.logprobs, tokens, positions
+                advance_(drawn, logprobs, self.stop_tokens, *kept, buffers.last_positions[:size], running)
+                return
             buffers.sampled[:, :size].index_copy_(0, buffers.step, drawn[None])
             buffers.logprobs[:, :size].index_copy_(0, buffers.step, logprobs[None])
             buffers.step += 1

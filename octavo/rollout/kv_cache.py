@@ -13,13 +13,14 @@ from octavo.kernels.attention import MAX_SCORES_PER_CHUNK, StoredKV, attend, pro
 from octavo.kernels.attention_kernels import LOG2_E
 from octavo.kernels.cast_outputs import BLOCK, Cast
 from octavo.kernels.decode_attention import decode_attention
+from octavo.kernels.decode_step import locate
 from octavo.kernels.heads import HeadTransform, gathered, transformed, write_heads
 from octavo.kernels.triton_attention import (
     DECODE_ROWS,
     PREFILL_ROWS,
     Tiles,
     attention_forward,
-    decode_tiles,
+    decode_rows,
     decodes_fp8,
     has_kernel,
     packed_rows,
@@ -149,16 +150,17 @@ class PagedAttention:
             self._chunks.append((inside, index, starts[chunk, None] + row, slots[chunk, : max(ends[chunk])]))
 
     @classmethod
-    def decode(cls, cache: KVCache, page_table: Tensor, positions: Tensor) -> PagedAttention:
+    def decode(cls, cache: KVCache, page_table: Tensor, positions: Tensor, order: Tensor) -> PagedAttention:
         """One new token of each sequence; on a GPU the host waits for nothing.
 
         Args:
             cache: written and read in place.
             page_table: [N, pages] int32; it may be wider than it need be.
             positions: [N] int64, of the new tokens.
+            order: [N] int64, rows, best with those of most keys first.
         """
         if has_kernel(cache.k):
-            return _PagedDecode(cache, page_table, positions)
+            return _PagedDecode(cache, page_table, positions, order)
         where = positions.tolist()
         width = max(where) // cache.page_size + 1
         return cls(cache, page_table[:, :width].long(), where, [1] * len(where))
@@ -192,12 +194,10 @@ class PagedAttention:
 class _PagedDecode(PagedAttention):
     """A query a sequence, by kernels."""
 
-    def __init__(self, cache: KVCache, page_table: Tensor, positions: Tensor) -> None:
+    def __init__(self, cache: KVCache, page_table: Tensor, positions: Tensor, order: Tensor) -> None:
         self.cache, self._page_table, self.positions = cache, page_table, positions
-        size = cache.page_size
-        page = page_table.gather(1, (positions // size)[:, None]).squeeze(1)
-        self.slot_mapping = page.long() * size + positions % size
-        self._tiles = decode_tiles(positions, cache.num_heads // cache.num_kv_heads)
+        self.slot_mapping, table = locate(page_table, positions, order, cache.page_size)
+        self._tiles = Tiles(table, decode_rows(cache.num_heads // cache.num_kv_heads), one_query=True)
 
     def attend_cast(
         self,
