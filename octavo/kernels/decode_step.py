@@ -1,4 +1,4 @@
-"""What a decode step does beside the decoder, in two kernels: where its tokens go, and what follows from what it drew."""
+"""What a decode step does beside the decoder, in two kernels: where tokens go, and what follows from those drawn."""
 
 from __future__ import annotations
 
