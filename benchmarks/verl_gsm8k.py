@@ -63,6 +63,7 @@ ENVIRONMENT = {
     "WANDB_MODE": "disabled",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # a virtual machine whose memory grows looks full to it
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Set where they are not."""
@@ -147,20 +148,17 @@ INSTRUCTION = ' Let\'s think step by step and output the final answer after "###
 
 def absent(on_gpu: bool) -> str:
     """What a run needs and is not here, by name; empty where all is."""
-    modules = {"verl": "verl", "ray": "ray", "vllm": "vLLM", "transfer_queue": "TransferQueue", "pyarrow": "pyarrow"}
+    modules = {"verl": "verl", "ray": "ray", "vllm": "vLLM", "transfer_queue": "TransferQueue"}
     names = [name for module, name in modules.items() if importlib.util.find_spec(module) is None]
     return ", ".join([*names, *(["a GPU"] if on_gpu and not torch.cuda.is_available() else [])])
 
 
 def write_prompts(data: str, path: Path) -> None:
-    """The training problems of GSM8K as verl reads them.
+    """The training problems of GSM8K as verl reads them, a line each.
 
     Raises:
         ValueError: no folder with train.jsonl.
     """
-    import pyarrow
-    import pyarrow.parquet
-
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -170,7 +168,7 @@ def write_prompts(data: str, path: Path) -> None:
         }
         for index, problem in enumerate(GSM8KConfig(path=data).build().train)
     ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def command(model: str, prompts: Path, steps: int, overrides: Sequence[str]) -> list[str]:
@@ -317,14 +315,17 @@ def measure_all(arms: Sequence[str], args: argparse.Namespace) -> None:
     args.output = args.output.resolve()
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        prompts = Path(folder) / "prompts.parquet"
         if args.tiny:
+            prompts = Path(folder) / "prompts.parquet"
             overrides = prepare_tiny(args, Path(folder))
             os.environ["OUT"] = folder
         else:
             args.model, overrides = str(Path(args.model).resolve()), []
+            if not (Path(args.model) / "config.json").is_file():
+                raise ValueError(f"--model is a folder with config.json, weights and tokenizer; {args.model} is none")
             path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
             args.environment = {**os.environ, "PYTHONPATH": path}
+            prompts = Path(folder) / "prompts.jsonl"
             write_prompts(args.data, prompts)
         results = Results("verl_gsm8k", f"PYTHONPATH=. python {' '.join(sys.argv)}", resume=True)
         for arm in arms:
