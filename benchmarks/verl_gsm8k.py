@@ -212,12 +212,19 @@ def read_metrics(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def figures(metrics: dict[int, dict[str, Any]]) -> list[tuple[str, float, str]]:
-    """Name, value and unit: means over all steps, medians of seconds without the first, bounds at the end."""
+    """Name, value and unit: means over all steps, medians of seconds without the first, bounds at the end.
+
+    Raises:
+        ValueError: verl has not logged one of them.
+    """
     steps = [metrics[step] for step in sorted(metrics)]
     warm = steps[1:] or steps
 
     def mean(key: str) -> float:
-        return statistics.fmean(step[key] for step in steps)
+        values = [step.get(key) for step in steps]
+        if any(value is None for value in values):
+            raise ValueError(f"verl's metrics are to have {key} in each step; they have {values}")
+        return statistics.fmean(values)
 
     found = [
         ("k3", mean("rollout_corr/k3_kl"), "nats"),
@@ -237,28 +244,34 @@ def figures(metrics: dict[int, dict[str, Any]]) -> list[tuple[str, float, str]]:
     return found
 
 
+def case_of(model: str, arm: str) -> str:
+    """What the rows of an arm are called."""
+    return f"verl/{Path(model).name.lower()}/{ARMS[arm][0]}"
+
+
 def measure(results: Results, arm: str, args: argparse.Namespace, prompts: Path, overrides: Sequence[str]) -> None:
     """Run an arm and add its rows.
 
     Raises:
         ValueError: it left fewer than two steps; with the end of its log.
     """
-    precisions, added = ARMS[arm]
     log, lines = args.output / f"{arm}.log", args.output / f"{arm}.jsonl"
     lines.unlink(missing_ok=True)
     environment = ENVIRONMENT | args.environment | {"VERL_FILE_LOGGER_PATH": str(lines)}
     print(f"{arm}: {args.steps} steps, at most {args.timeout_s:.0f} s; its log: {log}", flush=True)
     begun = time.monotonic()
-    problem = run(command(args.model, prompts, args.steps, [*overrides, *added]), environment, log, args.timeout_s)
+    problem = run(
+        command(args.model, prompts, args.steps, [*overrides, *ARMS[arm][1]]), environment, log, args.timeout_s
+    )
     seconds, metrics = time.monotonic() - begun, read_metrics(lines)
     if len(metrics) < min(2, args.steps):
         end = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-40:])
         raise ValueError(f"{end}\n{arm}: verl {problem or 'ended'} with {len(metrics)} of {args.steps} steps")
-    case = f"verl/{Path(args.model).name.lower()}/{precisions}"
+    case, mixed = case_of(args.model, arm), case_of(args.model, "mixed")
     note = f"{len(metrics)} of {args.steps} steps{f', {problem}' if problem else ''}"
-    mixed = [row.value for row in results.rows if row.metric == "k3" and row.case.endswith(ARMS["mixed"][0])]
+    k3 = {row.case: row.value for row in results.rows if row.metric == "k3"}
     for metric, value, unit in [*figures(metrics), ("whole_run_s", seconds, "s")]:
-        goal = 0.5 * mixed[0] if metric == "k3" and arm == "unified" and mixed else None
+        goal = 0.5 * k3[mixed] if metric == "k3" and arm == "unified" and mixed in k3 else None
         better = "higher" if metric in ("reward", "calibrations") else "lower"
         results.add(Row(case=case, metric=metric, value=value, unit=unit, goal=goal, better=better, note=note))
 
@@ -329,7 +342,7 @@ def measure_all(arms: Sequence[str], args: argparse.Namespace) -> None:
             write_prompts(args.data, prompts)
         results = Results("verl_gsm8k", f"PYTHONPATH=. python {' '.join(sys.argv)}", resume=True)
         for arm in arms:
-            if any(row.case.endswith(f"/{ARMS[arm][0]}") for row in results.rows):
+            if results.has(case_of(args.model, arm)):
                 print(f"{arm}: measured already at this commit on this device")
             else:
                 measure(results, arm, args, prompts, overrides)

@@ -19,7 +19,8 @@ with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as file:
     for step in range(1, steps + 1):
         timers = "gen", "old_log_prob", "update_actor", "update_weights", "step"
         data = {f"timing_s/{name}": 10.0 / step for name in timers}
-        data |= {"rollout_corr/k3_kl": k3 * step, "rollout_corr/kl": 0.0, "training/rollout_probs_diff_mean": 0.25}
+        data |= {"rollout_corr/k3_kl": k3 * step if k3 < 1 else None, "rollout_corr/kl": 0.0}
+        data["training/rollout_probs_diff_mean"] = 0.25
         data |= {"critic/rewards/mean": 0.5, "response_length/mean": 100.0, "actor/pg_clipfrac": 0.0}
         if ending == "bounds":
             data |= {f"actor/calibration/{name}": x + step for name, x in (("low", 0.5), ("high", 1.5))}
@@ -109,6 +110,11 @@ def test_a_run_that_fails_says_why_and_leaves_no_row(run):
     status, said = run.measure("bf16", steps=1, ending="fail")
     assert status == 2 and not run.path.exists()
     assert said.endswith("verl's own words\n\nbf16: verl ended with status 1 with 1 of 4 steps\n")
+
+
+def test_metrics_that_verl_did_not_log_are_named(run):
+    status, said = run.measure("bf16", k3=float("inf"))
+    assert status == 2 and "to have rollout_corr/k3_kl in each step; they have [None, None" in said
 
 
 def test_steps_before_the_time_limit_count_and_its_processes_are_gone(run):
