@@ -26,7 +26,7 @@ def test_the_unified_arm_reports_what_verl_logged(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     steps = [json.loads(line)["data"] for line in (tmp_path / "unified.jsonl").read_text().splitlines()]
     assert len(steps) == 2 and all(step["rollout_corr/k3_kl"] > 0 for step in steps)
-    said = {name: float(value) for name, value in re.findall(r"same bytes +(\w+) +([\d.]+)", done.stdout)}
+    said = {name: float(value) for name, value in re.findall(r"same bytes +(\w+) +(\S+)", done.stdout)}
     assert said["probability_diff"] == pytest.approx(
         sum(step["training/rollout_probs_diff_mean"] for step in steps) / 2, abs=5e-4
     )
