@@ -52,7 +52,8 @@ class Row:
     def line(self) -> str:
         """For a terminal."""
         goal = "" if self.goal is None else f"goal {self.goal:g}: {'met' if self.met else 'missed'}"
-        return f"{self.case:46} {self.metric:16} {self.value:10.3f} {self.unit:14} {goal:18} {self.note}".rstrip()
+        value = f"{self.value:.3f}" if abs(self.value) >= 0.01 or not self.value else f"{self.value:.2e}"
+        return f"{self.case:46} {self.metric:16} {value:>10} {self.unit:14} {goal:18} {self.note}".rstrip()
 
 
 class Results:
