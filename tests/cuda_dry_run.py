@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
 from octavo.kernels import agreement, decode_gemm, lm_head
-from octavo.rollout import engine, sampler
+from octavo.rollout import decode, engine, sampler
 from octavo.trainer import run
 
 
@@ -65,7 +65,8 @@ def pretend_cuda(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(decode_gemm, "_descriptor", lambda *_, **__: None)
-    monkeypatch.setattr(engine, "has_kernel", lambda x: False)  # no graphs
+    for module in (engine, decode):
+        monkeypatch.setattr(module, "has_kernel", lambda x: False)  # no graphs, and what is drawn is kept
     for name in ("blocks_agree", "rows_agree", "bf16_agrees", "few_bf16_agree", "w8a16_agrees"):
         monkeypatch.setattr(agreement, name, lambda *_: True)
 

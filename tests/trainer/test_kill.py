@@ -15,7 +15,7 @@ from octavo.trainer.output import JsonLines
 
 NUM_STEPS = 24
 MOMENTS = {  # owner, function, most calls before the kill: less than two steps have
-    "rollout": [(DecodeSteps, "run", 25)],
+    "rollout": [(DecodeSteps, "start", 25)],
     "update": [(loop, "accumulate", 3), (Optimizer, "step", 3), (loop, "measure_shadow", 2)],
     "checkpoint write": [
         (checkpoint, "_save_tensors", 4),

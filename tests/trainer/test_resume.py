@@ -32,7 +32,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     "owner, name, call, number, saved",
     [
-        (DecodeSteps, "run", 3, signal.SIGINT, "step_000000"),  # in the evaluation before step 0
+        (DecodeSteps, "start", 3, signal.SIGINT, "step_000000"),  # in the evaluation before step 0
         (rollout, "sample", 2, signal.SIGINT, "step_000001"),  # in a rollout: before the step
         (loop, "annotate", 4, signal.SIGTERM, "step_000001"),  # in the old logprobs
         (Optimizer, "step", 3, signal.SIGTERM, "step_000002-before-evaluation"),  # updates end first
