@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK
 from octavo.kernels.early_launch import early_launch
+from octavo.kernels.gluon_numbers import half, inverse_power, larger
 from octavo.kernels.triton_shim import (
     HAS_REINTERPRET,
     ampere,
@@ -29,7 +30,6 @@ from octavo.kernels.triton_shim import (
     gl,
     gluon,
     thread_barrier,
-    tl,
 )
 
 WIDTHS = (64, 128)
@@ -42,7 +42,6 @@ WARPS = 4
 _KV_BLOCK = constexpr(KV_BLOCK)
 _ROWS = constexpr(ROWS)
 _LN_2 = constexpr(0.6931471805599453)
-_FP16_MAX = constexpr(65504.0)
 _ONE_BITS = constexpr(0x3F800000)
 _UNIT = constexpr(2.0**-23)
 
@@ -134,7 +133,7 @@ def decode_attention_kernel(
     width = place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2  # as K's codes come
     at = (first_query.to(gl.int64) * H + kv_head * GROUP + row).expand_dims(1) * DH + width.expand_dims(0)
     q = gl.load(q_ptr + at, mask=(row < GROUP).expand_dims(1) & (width < DH).expand_dims(0), other=0.0).to(gl.float32)
-    q = gl.where(q > _FP16_MAX, _FP16_MAX, gl.where(q < -_FP16_MAX, -_FP16_MAX, q)).to(gl.float16)  # a NaN stays
+    q = half(q)
 
     k_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _KV_BLOCK, DH], codes)
     v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, _KV_BLOCK, DH], codes)
@@ -174,7 +173,7 @@ def decode_attention_kernel(
         scores = ampere.mma_v2(q, k, gl.zeros([_ROWS, _KV_BLOCK], gl.float32, mma)) * key_factor.expand_dims(0)
         visible = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, by_key) <= position
         scores = gl.where(visible.expand_dims(0), scores, float("-inf"))
-        now = _larger(largest, gl.reduce(scores, 1, _larger))
+        now = larger(largest, gl.reduce(scores, 1, larger))
         moved = gl.exp2(largest - now)
         p = gl.exp2(scores - now.expand_dims(1))
         counted = (p + 1.0).to(gl.int32, bitcast=True) - _ONE_BITS
@@ -183,8 +182,8 @@ def decode_attention_kernel(
 
         v_scale = gl.where(visible, v_scales.index(now_at).load(by_key), 0.0)
         grown = gl.maximum(unit, gl.max(v_scale, 0))  # which drops NaN
-        weights = (p * (v_scale * _inverse(grown)).expand_dims(0)).to(gl.float16)
-        moved *= unit * _inverse(grown)
+        weights = (p * (v_scale * inverse_power(grown)).expand_dims(0)).to(gl.float16)
+        moved *= unit * inverse_power(grown)
         unit = grown
         v_even, v_odd = _value_operands(v_tiles.index(now_at), DH, mma, pairs)
         weights = gl.convert_layout(weights, left)
@@ -249,14 +248,3 @@ def _value_operands(tile, DH: gl.constexpr, mma: gl.constexpr, pairs: gl.constex
         is_pure=True,
         pack=2,
     )
-
-
-@gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _inverse(power_of_two):
-    """1 / x of a power of two."""
-    return (0x7F000000 - power_of_two.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)

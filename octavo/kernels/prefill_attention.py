@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.attention_kernels import KV_BLOCK
+from octavo.kernels.gluon_numbers import half, inverse_power, larger
 from octavo.kernels.triton_shim import (
     ampere,
     constexpr,
@@ -22,7 +23,6 @@ from octavo.kernels.triton_shim import (
     gluon,
     hopper,
     thread_barrier,
-    tl,
     tma_load,
     triton_module,
 )
@@ -37,7 +37,6 @@ REGISTERS = 232
 """Of a thread of the second group; of the first, what is left."""
 _KV_BLOCK = constexpr(KV_BLOCK)
 _LN_2 = constexpr(0.6931471805599453)
-_FP16_MAX = constexpr(65504.0)
 _ONE_BITS = constexpr(0x3F800000)
 _UNIT = constexpr(2.0**-23)
 _INFINITY_BITS = constexpr(0x7F80)
@@ -194,8 +193,7 @@ def _attend(
     at += gl.arange(0, DH, gl.SliceLayout(0, copied)).expand_dims(0)
     q = gl.load(q_ptr + at, mask=(query < num_queries).expand_dims(1).broadcast_to([64, DH]), other=0.0)
     if SCALED:
-        q = q.to(gl.float32)
-        q = gl.where(q > _FP16_MAX, _FP16_MAX, gl.where(q < -_FP16_MAX, -_FP16_MAX, q)).to(gl.float16)  # a NaN stays
+        q = half(q.to(gl.float32))
     q_tile.store(q)
     hopper.fence_async_shared()
     thread_barrier()
@@ -245,8 +243,8 @@ def _attend(
             v_scale = v_scales.index(stage).load(gl.SliceLayout(0, layout))
             seen = gl.where(visible, v_scale.expand_dims(0).broadcast_to([64, _KV_BLOCK]), 0.0)
             grown = gl.maximum(unit, gl.max(seen, 1))
-            p = p * (seen * _inverse(grown).expand_dims(1))
-            moved *= unit * _inverse(grown)
+            p = p * (seen * inverse_power(grown).expand_dims(1))
+            moved *= unit * inverse_power(grown)
             unit = grown
         else:
             p = gl.where(visible & broken.expand_dims(0).broadcast_to([64, _KV_BLOCK]), float("nan"), p)
@@ -314,8 +312,8 @@ def _weights(
         hopper.mbarrier.wait(v_full.index(stage), block // STAGES & 1)
         v_scale = v_scales.index(stage).load(gl.SliceLayout(0, layout))
         grown = gl.maximum(unit, gl.max(v_scale, 0))  # which drops NaN
-        p = p * (v_scale * _inverse(grown)).expand_dims(0)
-        moved *= unit * _inverse(grown)
+        p = p * (v_scale * inverse_power(grown)).expand_dims(0)
+        moved *= unit * inverse_power(grown)
         unit = grown
     weights = gl.convert_layout(p.to(k_tiles.dtype), gl.DotOperandLayout(0, wide, 2))
     return largest, total, gl.convert_layout(moved, gl.SliceLayout(1, wide)), unit, weights
@@ -324,7 +322,7 @@ def _weights(
 @gluon.jit
 def _exponentials(scores, largest, total):
     """The new largest score and sum of weights, by what the old sums move, and the weights."""
-    now = _larger(largest, gl.reduce(scores, 1, _larger))
+    now = larger(largest, gl.reduce(scores, 1, larger))
     moved = gl.exp2(largest - now)
     p = gl.exp2(scores - now.expand_dims(1))
     counted = (p + 1.0).to(gl.int32, bitcast=True) - _ONE_BITS
@@ -349,14 +347,3 @@ def _clean(
     hopper.fence_async_shared()
     thread_barrier()
     return gl.convert_layout(broken, gl.SliceLayout(0, layout))
-
-
-@gluon.jit
-def _larger(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def _inverse(power_of_two):
-    """1 / x of a power of two."""
-    return (0x7F000000 - power_of_two.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
