@@ -6,9 +6,9 @@ of its weights, which are whole numbers of 2**-23 and add exactly; and two produ
 the tensor cores. So a row's bits depend on its query and the keys it sees, not on the tile, its warps or its batch.
 
 With FP8 keys and values, codes are multiplied in FP16, and may come as such: tiles of many queries would else convert
-them again and again. A key's scale multiplies its scores. A value's scale multiplies
-its weight, relative to the largest scale that the row has seen up to the end of the block: the weights stay at most 1,
-and the sum is moved by a power of two when that largest scale grows, which changes no bit.
+them again and again. A key's scale multiplies its scores. A value's scale multiplies its weight, relative to the
+largest scale that the row has seen up to the end of the block: the weights stay at most 1, and the sum is moved by a
+power of two when that largest scale grows, which changes no bit.
 """
 
 from __future__ import annotations
