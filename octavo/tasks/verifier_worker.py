@@ -43,17 +43,25 @@ def template(descriptor: int, memory_bytes: int, modules: Sequence[str]) -> None
         with suppress(Exception):
             load_first(name)
     gc.freeze()  # a worker's collections leave these pages shared
-    workers: set[int] = set()
     try:
-        while True:
-            message, connections, _, _ = socket.recv_fds(orders, 1, 1)
-            if not message:
-                return
-            workers &= children()
-            kill_children(but=workers)
-            workers.add(_fork_worker(orders, connections[0], memory_bytes))
+        try:
+            _fork_on_demand(orders, memory_bytes)
+        finally:  # of a pool that is killed the socket closes first, and its signal comes while the children are killed
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     finally:
         kill_children()
+
+
+def _fork_on_demand(orders: socket.socket, memory_bytes: int) -> None:
+    """Until the socket closes."""
+    workers: set[int] = set()
+    while True:
+        message, connections, _, _ = socket.recv_fds(orders, 1, 1)
+        if not message:
+            return
+        workers &= children()
+        kill_children(but=workers)
+        workers.add(_fork_worker(orders, connections[0], memory_bytes))
 
 
 def load_first(name: str) -> None:

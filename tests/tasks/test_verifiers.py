@@ -124,6 +124,31 @@ def test_no_process_outlives_one_that_is_killed(number, tmp_path):
     wait_until_gone([*pids, *processes_with(f"octavo-test-{os.getpid()}-{number}")])
 
 
+def test_a_signal_while_the_template_kills_its_children_spares_none():
+    program = textwrap.dedent(
+        f"""
+        import sys; sys.path[:] = {sys.path!r}
+        import os, signal, socket, subprocess
+        from octavo.tasks import verifier_worker
+        kill_children = verifier_worker.kill_children
+
+        def signalled(*arguments, **options):
+            os.kill(os.getpid(), signal.SIGTERM)
+            kill_children(*arguments, **options)
+
+        verifier_worker.kill_children = signalled
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print(child.pid, flush=True)
+        ours, theirs = socket.socketpair()
+        ours.close()
+        verifier_worker.template(theirs.detach(), 2**32, [])
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    wait_until_gone([int(done.stdout)])
+
+
 @pytest.mark.parametrize(
     "field",
     [{"num_workers": -1}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"memory_mb": 1}, {"audit_samples": -1}],
