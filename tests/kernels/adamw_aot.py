@@ -18,7 +18,8 @@ def build(master: str, codes: bool) -> dict[str, int]:
     if not codes:
         moments = {"first_ptr": "*fp32", "first_scale_ptr": "constexpr"}
         moments |= {"second_ptr": "*fp32", "second_scale_ptr": "constexpr"}
-    signature = {"master_ptr": f"*{master}", "grad_ptr": "*fp32", **moments, "numel": "i64", "key": "i64"}
+    signature = {"master_ptr": f"*{master}", "grad_ptr": "*fp32", **moments, "clip_ptr": "*fp32", "broken_ptr": "*i32"}
+    signature |= {"numel": "i64", "key": "i64"}
     constants = {"CODES": codes, "ROWS": 4, "WHOLE": True} | {
         name: None for name, kind in moments.items() if kind == "constexpr"
     }

@@ -54,7 +54,9 @@ def main(device: str) -> None:
                 layer(x).sum().backward()
                 with torch.no_grad():
                     layer(x.detach())
-    update = Update(number=1, lr=1e-3, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
+    clip, broken = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+    rule = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.1}
+    update = Update(number=1, **rule, clip=clip, broken=broken)
     for T, K in ((1, 16), (130, 200), (256, 384)):
         for master in (random(T, K), torch.randn(T, K, device=device)):
             grad, scales = torch.randn(T, K, device=device), -(-T * K // 256)

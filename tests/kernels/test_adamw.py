@@ -19,9 +19,14 @@ from octavo.kernels.adamw import (
     random_bits,
     stochastic_bf16,
 )
-from octavo.rollout.counter import _splitmix64, uniform_bits
+from octavo.rollout.counter import uniform_bits
 
-UPDATE = Update(number=3, lr=1e-2, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
+
+def update(number, device="cpu", clip=1.0, **changes):
+    """An optimiser step, whose flag is new."""
+    rule = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.1} | changes
+    step = {"clip": torch.tensor(clip, device=device), "broken": torch.zeros((), dtype=torch.int32, device=device)}
+    return Update(number=number, **rule, **step)
 
 
 def new_moments(shape, codes, device="cpu"):
@@ -44,9 +49,8 @@ def check_kernel(device, shape, master_dtype, codes):
     for number in (1, 2, 3):
         grad = torch.randn(shape, generator=generator) * torch.rand(shape[-1], generator=generator) ** 8
         grad[1:2] = 0.0  # blocks whose largest value is 0
-        update = Update(number=number, lr=1e-2, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
         for function, p, pair in zip((adamw_, adamw_reference_), start, moments, strict=True):
-            function(p, grad.to(device), *pair, update, 2**63 + 11 * number)
+            function(p, grad.to(device), *pair, update(number, device, 0.37), 2**63 + 11 * number)
     pairs = [("master", *start)]
     for name, mine, wanted in zip(("first", "second"), *moments, strict=True):
         pairs.append((f"{name} values", mine.values, wanted.values))
@@ -64,15 +68,8 @@ def test_in_fp32_it_is_torchs():
     for number in (1, 2, 3):
         master.grad = torch.randn(30, 40)
         optimizer.step()
-        update = Update(number=number, lr=1e-2, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
-        adamw_(mine, master.grad, *moments, update, 5)
+        adamw_(mine, master.grad, *moments, update(number), 5)
     torch.testing.assert_close(mine, master.detach(), rtol=1e-6, atol=1e-7)
-
-
-def test_the_random_bits_are_those_of_the_counter():
-    key = uniform_bits(7, 3, 2)
-    found = [x % 2**64 for x in random_bits(key, 1000, 5, torch.device("cpu")).tolist()]
-    assert found == [_splitmix64(key ^ place) for place in range(1000, 1005)]
 
 
 @pytest.mark.parametrize("kind, size", [(FIRST, 1.0), (SECOND, 1e-13)])
@@ -117,7 +114,7 @@ def test_a_second_moment_follows_gradients_that_grow():
     second.values.copy_(start.values), second.scale.copy_(start.scale)
     grad[1:] = 2e-3
     for number in range(1, 501):
-        adamw_(master, grad, first, second, Update(**{**vars(UPDATE), "number": number}), uniform_bits(0, number, 0))
+        adamw_(master, grad, first, second, update(number), uniform_bits(0, number, 0))
         exact = exact * 0.999 + grad.square() * 0.001
     found = _values(second, SECOND, slice(0, 256))
     assert exact[1] > 2.1e-6 and found[0] == pytest.approx(1.0, rel=1e-3)
@@ -128,22 +125,22 @@ def test_a_second_moment_follows_gradients_that_grow():
 def test_no_second_moment_above_0_gets_code_0():
     grad = torch.cat([torch.ones(1), torch.full((254,), 1e-9), torch.zeros(1)])
     master, (first, second) = torch.zeros(256), new_moments((256,), codes=True)
-    adamw_(master, grad, first, second, UPDATE, 1)
+    adamw_(master, grad, first, second, update(3), 1)
     assert second.values.tolist() == [255] + [1] * 254 + [0] and first.values[255] == 0
-    adamw_(master, torch.zeros(256), first, second, UPDATE, 2)
+    adamw_(master, torch.zeros(256), first, second, update(3), 2)
     assert master.isfinite().all() and master.abs().max() < 0.2 and master[255] == 0.0
 
 
 def test_gradients_of_zero_leave_everything_as_it_is():
     master, (first, second) = torch.randn(3, 100), new_moments((3, 100), codes=True)
     before = master.clone()
-    adamw_(master, torch.zeros(3, 100), first, second, Update(**{**vars(UPDATE), "weight_decay": 0.0}), 1)
+    adamw_(master, torch.zeros(3, 100), first, second, update(3, weight_decay=0.0), 1)
     assert torch.equal(master, before) and not first.values.any() and not second.scale.any()
 
 
 def test_a_master_that_is_not_contiguous_is_refused():
     with pytest.raises(ValueError, match=r"adamw_ wants a contiguous master; got shape \(4, 3\), stride \(1, 4\)"):
-        adamw_(torch.zeros(3, 4).T, torch.zeros(4, 3), *new_moments((4, 3), codes=False), UPDATE, 0)
+        adamw_(torch.zeros(3, 4).T, torch.zeros(4, 3), *new_moments((4, 3), codes=False), update(3), 0)
 
 
 @needs_triton
