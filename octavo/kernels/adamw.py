@@ -18,6 +18,7 @@ small in its block is never divided by 0 (the "zero-point problem" of arXiv:2309
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -70,11 +71,11 @@ class Update:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Of the old and the new in each moment, of the step, of sqrt(v), adam_eps, and of the decay."""
-        step = self.lr / (1.0 - self.beta1**self.number)
-        root = (1.0 - self.beta2**self.number) ** -0.5
+        """Of the old and the new in each moment, of m / (sqrt(v) + the next one), that, and of the decay."""
+        root = (1.0 - self.beta2**self.number) ** 0.5
+        step = self.lr / (1.0 - self.beta1**self.number) * root
         moments = self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
-        return *moments, step, root, self.adam_eps, self.lr * self.weight_decay
+        return *moments, step, self.adam_eps * root, self.lr * self.weight_decay
 
 
 def adamw_(master: Tensor, grad: Tensor, first: Moment, second: Moment, update: Update, key: int) -> None:
@@ -92,12 +93,14 @@ def adamw_(master: Tensor, grad: Tensor, first: Moment, second: Moment, update: 
     if not on_gpu(master, "AdamW"):
         adamw_reference_(master, grad, first, second, update, key)
         return
-    rows, numel = 4, master.numel()
+    numel = master.numel()
+    whole = numel % BLOCK == 0
+    rows = math.gcd(numel // BLOCK, 8) if whole else 8
     grid = (triton.cdiv(numel, rows * BLOCK),)
     _adamw_kernel[grid](
         master, grad.contiguous(), first.values, first.scale, second.values, second.scale, update.clip, update.broken,
-        numel, _signed(key), *update.factors, CODES=first.scale is not None, ROWS=rows, WHOLE=numel % BLOCK == 0,
-        num_warps=4, enable_fp_fusion=False,
+        numel, _signed(key), *update.factors, CODES=first.scale is not None, DECAYS=update.factors[-1] != 0.0,
+        ROWS=rows, WHOLE=whole, num_warps=max(1, rows // 2), enable_fp_fusion=False,
     )  # fmt: skip
     increment_version(master)
 
@@ -105,7 +108,7 @@ def adamw_(master: Tensor, grad: Tensor, first: Moment, second: Moment, update: 
 @torch.no_grad()
 def adamw_reference_(master: Tensor, grad: Tensor, first: Moment, second: Moment, update: Update, key: int) -> None:
     """`adamw_` in plain torch; defines the right answer."""
-    keep1, add1, keep2, add2, step, root, adam_eps, decay = update.factors
+    keep1, add1, keep2, add2, step, adam_eps, decay = update.factors
     gradients = grad.reshape(-1)
     for start in range(0, master.numel(), CHUNK):
         part = slice(start, min(start + CHUNK, master.numel()))
@@ -113,7 +116,7 @@ def adamw_reference_(master: Tensor, grad: Tensor, first: Moment, second: Moment
         bits = random_bits(key, part.start, len(p), master.device)
         m = _values(first, FIRST, part, keep1) + g * add1
         v = _values(second, SECOND, part, keep2) + g * g * add2
-        size = _sqrt(v.clamp(min=SMALLEST)) * root + adam_eps
+        size = _sqrt(v.clamp(min=SMALLEST)) + adam_eps
         p = p - (p * decay + step * (torch.where(m.abs() < SMALLEST, 0.0, m) / size))
         update.broken.logical_or_((~p.isfinite()).any())
         master.view(-1)[part] = p if master.dtype == torch.float32 else stochastic_bf16(p, bits >> 32)
@@ -192,17 +195,16 @@ def _each(blocks: Tensor, count: int) -> Tensor:
 @triton.jit(do_not_specialize=["numel", "key"])
 def _adamw_kernel(
     master_ptr, grad_ptr, first_ptr, first_scale_ptr, second_ptr, second_scale_ptr, clip_ptr, broken_ptr, numel, key,
-    keep1, add1, keep2, add2, step, root, adam_eps, decay, CODES: tl.constexpr, ROWS: tl.constexpr,
+    keep1, add1, keep2, add2, step, adam_eps, decay, CODES: tl.constexpr, DECAYS: tl.constexpr, ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 256 elements, ROWS of them."""
+    """Blocks of 256 elements, ROWS of them; WHOLE: there are no others."""
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     start = first_row * _BLOCK
     rows = tl.arange(0, ROWS)
     at = rows[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     left = tl.minimum(numel - start, ROWS * _BLOCK).to(tl.int32)
-    row_inside = rows * _BLOCK < left
-    inside = row_inside[:, None] if WHOLE else at < left
+    inside, row_inside = at < (ROWS * _BLOCK if WHOLE else left), rows * _BLOCK < (ROWS * _BLOCK if WHOLE else left)
     p = tl.load(master_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad_ptr + start + at, mask=inside, other=0.0).to(tl.float32) * tl.load(clip_ptr)
     m = tl.load(first_ptr + start + at, mask=inside, other=0).to(tl.float32)
@@ -215,25 +217,26 @@ def _adamw_kernel(
     else:
         m = m * keep1 + g * add1
         v = v * keep2 + g * g * add2
-    size = _sqrt_rn(tl.maximum(v, _SMALLEST)) * root + adam_eps
-    p = p - (p * decay + step * _div_rn(tl.where(tl.abs(m) < _SMALLEST, 0.0, m), size))
+    size = _sqrt_rn(tl.maximum(v, _SMALLEST)) + adam_eps
+    change = step * _div_rn(tl.where(tl.abs(m) < _SMALLEST, 0.0, m), size)
+    p = p - (p * decay + change if DECAYS else change)
 
     x = at.to(tl.uint32) ^ (start.to(tl.uint32) ^ key.to(tl.uint32))  # start is a multiple of what at stays below
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15) ^ ((start >> 32).to(tl.uint32) ^ (key >> 32).to(tl.uint32))) * 0x846CA68B
-    bits = x ^ (x >> 16)
-    finite = tl.abs(p) < float("inf")
-    odd = tl.max(tl.reshape(tl.where(finite, 0, 1), (ROWS, 32, 8)), axis=2)
-    tl.store(broken_ptr + odd * 0, 1, mask=odd > 0)
+    largest = tl.reduce(tl.reshape(tl.abs(p), (ROWS, 32, 8)), 2, _larger)
+    finite = largest < float("inf")
+    tl.store(broken_ptr + finite.to(tl.int32) * 0, 1, mask=finite == 0)
     if master_ptr.dtype.element_ty == tl.bfloat16:
-        whole = (p.to(tl.int32, bitcast=True) + ((bits * 0x9E3779B1) >> 16).to(tl.int32)) & -0x10000
-        p = tl.where(finite, whole.to(tl.float32, bitcast=True), p).to(tl.bfloat16)
+        whole = (p.to(tl.int32, bitcast=True) + (((x ^ (x >> 16)) * 0x9E3779B1) >> 16).to(tl.int32)) & -0x10000
+        p = tl.where(tl.abs(p) < float("inf"), whole.to(tl.float32, bitcast=True), p).to(tl.bfloat16)
     tl.store(master_ptr + start + at, p, mask=inside)
     if CODES:
-        scale, code = _first_codes(m, bits & 0xFFFF)
+        upper = (x >> 16) + 0x3F800000
+        scale, code = _first_codes(m, _fraction(upper ^ (x & 0xFFFF)))
         tl.store(first_ptr + start + at, code, mask=inside)
         tl.store(first_scale_ptr + first_row + rows, scale, mask=row_inside)
-        scale, code = _second_codes(v, bits >> 16)
+        scale, code = _second_codes(v, _fraction(upper))
         tl.store(second_ptr + start + at, code, mask=inside)
         tl.store(second_scale_ptr + first_row + rows, scale, mask=row_inside)
     else:
@@ -242,10 +245,10 @@ def _adamw_kernel(
 
 
 @triton.jit
-def _first_codes(m, bits):
+def _first_codes(m, u):
     """Scales and codes of blocks. Codes and u are in 128ths: added to 1.5 * 2^16 they are rounded, in the last bits."""
     scale, inverse = _scales(tl.max(tl.abs(m), axis=1), (127 / 128) ** 2)
-    share, u = tl.abs(m) * inverse[:, None], _uniform(bits)
+    share = tl.abs(m) * inverse[:, None]
     code = (tl.maximum(tl.sqrt(share) - u, 0.0) + 98304.0) - 98304.0
     code = tl.where(tl.fma(u, -1.0 / 128, share) > code * tl.fma(u, 2.0, code), code + 1.0 / 128, code)
     sign = m.to(tl.int32, bitcast=True) & -0x80000000
@@ -254,15 +257,16 @@ def _first_codes(m, bits):
 
 
 @triton.jit
-def _second_codes(v, bits):
+def _second_codes(v, u):
     """Likewise, codes in 256ths and u in 128ths."""
     scale, inverse = _scales(tl.max(v, axis=1), (255 / 256) ** 4)
-    share, u = v * inverse[:, None], _uniform(bits)
-    code = (tl.fma(u, -0.5, tl.sqrt(tl.sqrt(share))) + 49152.0) - 49152.0
+    share = v * inverse[:, None]
+    rounded = tl.fma(u, -0.5, tl.sqrt(tl.sqrt(share))) + 49152.0
+    code = rounded - 49152.0
     square, side = code * code, tl.fma(code, 2.0, 1.0 / 256)
     up = share - square * square > u * side * tl.fma(side, 1.0 / 512, square)
-    code = tl.maximum(tl.where(up, code + 1.0 / 256, code), tl.where(v > 0.0, 1.0 / 256, 0.0)) + 49152.0
-    return scale, code.to(tl.int32, bitcast=True).to(tl.uint8)
+    rounded = tl.maximum(tl.where(up, rounded + 1.0 / 256, rounded), tl.where(v > 0.0, 49152.0 + 1.0 / 256, 49152.0))
+    return scale, rounded.to(tl.int32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit
@@ -273,31 +277,40 @@ def _scales(largest, whole):
 
 
 @triton.jit
-def _uniform(bits):
-    """16 bits -> their multiple of 2^-23."""
-    return (bits.to(tl.int32) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+def _fraction(bits):
+    """Of a number in [1, 2) by its bits."""
+    return bits.to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _sqrt_rn(x):
-    """The square root of x in [2^-100, inf), rounded once: the branch for other x left out."""
-    if _CURE:  # whose fused multiply-add rounds twice
+    """The square root of x in [2^-100, inf), rounded once: what `tl.sqrt_rn` does there, without its branch."""
+    if _CURE:
         return tl.sqrt_rn(x)
     else:
-        inverse = tl.rsqrt(x)
-        root = x * inverse
-        return tl.fma(tl.fma(-root, root, x), 0.5 * inverse, root)
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 inverse, root, half, minus, rest;"
+            "rsqrt.approx.ftz.f32 inverse, $1; mul.f32 root, $1, inverse; mul.f32 half, inverse, 0f3F000000;"
+            "neg.f32 minus, root; fma.rn.f32 rest, minus, root, $1; fma.rn.f32 $0, rest, half, root; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def _div_rn(x, y):
-    """x / y, rounded once, of an x that is 0 or at least 2^-100, likewise."""
+    """x / y, rounded once, of x that is 0 or 2^-100 and more, likewise `tl.div_rn`."""
     if _CURE:
         return tl.div_rn(x, y)
     else:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
-        )
-        inverse = tl.fma(tl.fma(-y, inverse, 1.0), inverse, inverse)
-        quotient = x * inverse
-        return tl.fma(tl.fma(-y, quotient, x), inverse, quotient)
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 inverse, minus, rest, quotient;"
+            "rcp.approx.ftz.f32 inverse, $2; neg.f32 minus, $2; fma.rn.f32 rest, minus, inverse, 0f3F800000;"
+            "fma.rn.f32 inverse, inverse, rest, inverse; mul.f32 quotient, $1, inverse;"
+            "fma.rn.f32 rest, minus, quotient, $1; fma.rn.f32 $0, inverse, rest, quotient; }",
+            "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip

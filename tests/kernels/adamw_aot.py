@@ -20,12 +20,12 @@ def build(master: str, codes: bool) -> dict[str, int]:
         moments |= {"second_ptr": "*fp32", "second_scale_ptr": "constexpr"}
     signature = {"master_ptr": f"*{master}", "grad_ptr": "*fp32", **moments, "clip_ptr": "*fp32", "broken_ptr": "*i32"}
     signature |= {"numel": "i64", "key": "i64"}
-    constants = {"CODES": codes, "ROWS": 4, "WHOLE": True} | {
+    constants = {"CODES": codes, "DECAYS": False, "ROWS": 8, "WHOLE": True} | {
         name: None for name, kind in moments.items() if kind == "constexpr"
     }
-    signature |= dict.fromkeys(
-        ("keep1", "add1", "keep2", "add2", "step", "root", "adam_eps", "decay"), "fp32"
-    ) | dict.fromkeys(constants, "constexpr")
+    signature |= dict.fromkeys(("keep1", "add1", "keep2", "add2", "step", "adam_eps", "decay"), "fp32") | dict.fromkeys(
+        constants, "constexpr"
+    )
     attributes = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
     source = ASTSource(fn=_adamw_kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": 4, "enable_fp_fusion": False}
