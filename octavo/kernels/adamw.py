@@ -40,7 +40,8 @@ MARGIN = 1.0 + 2.0**-22
 """Of a scale over the largest value, so that no rounding takes a share beyond the largest code."""
 SMALLEST = 2.0**-100
 """In the step: a second moment counts as at least this, a first moment below as 0."""
-_MASK_32 = 2**32 - 1
+_MASK_32, _GOLDEN = 2**32 - 1, 0x9E3779B97F4A7C15
+_GOLDEN_SIGNED = constexpr(_GOLDEN - 2**64)
 _BLOCK, _MARGIN, _CURE = constexpr(BLOCK), constexpr(MARGIN), constexpr(INTERPRETED)
 _SMALLEST, _SMALLEST_SCALE = constexpr(SMALLEST), constexpr(SMALLEST_SCALE)
 
@@ -133,14 +134,14 @@ def stochastic_bf16(x: Tensor, bits: Tensor) -> Tensor:
 def random_bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
     """48 bits for each of `count` elements from `start` on, [count] int64.
 
-    The element's place, keyed before and between the two products of a finaliser of 32 bits ("lowbias32", Wellons
-    2018), gives 32 of them; the place's bits from 2^32 on join the key's upper half. The upper 16 are those of another
-    product of these.
+    The lower 32 bits of an element's place go through a finaliser of 32 bits ("lowbias32", Wellons 2018), with half a
+    key ahead of each product; the key grows with the place's other bits. One more product gives the upper 16 bits.
     """
     place = torch.arange(start, start + count, device=device)
-    x = (place ^ _signed(key)) & _MASK_32
+    key_here = (place >> 32) * (_GOLDEN - 2**64) + _signed(key)
+    x = (place ^ key_here) & _MASK_32
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK_32
-    x = ((x ^ (x >> 15) ^ (((place >> 32) ^ (_signed(key) >> 32)) & _MASK_32)) * 0x846CA68B) & _MASK_32
+    x = ((x ^ (x >> 15) ^ ((key_here >> 32) & _MASK_32)) * 0x846CA68B) & _MASK_32
     x = x ^ (x >> 16)
     return x | ((((x * 0x9E3779B1) & _MASK_32) >> 16) << 32)
 
@@ -221,9 +222,10 @@ def _adamw_kernel(
     change = step * _div_rn(tl.where(tl.abs(m) < _SMALLEST, 0.0, m), size)
     p = p - (p * decay + change if DECAYS else change)
 
+    key += (start >> 32) * _GOLDEN_SIGNED
     x = at.to(tl.uint32) ^ (start.to(tl.uint32) ^ key.to(tl.uint32))  # start is a multiple of what at stays below
     x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15) ^ ((start >> 32).to(tl.uint32) ^ (key >> 32).to(tl.uint32))) * 0x846CA68B
+    x = (x ^ (x >> 15) ^ (key >> 32).to(tl.uint32)) * 0x846CA68B
     largest = tl.reduce(tl.reshape(tl.abs(p), (ROWS, 32, 8)), 2, _larger)
     finite = largest < float("inf")
     tl.store(broken_ptr + finite.to(tl.int32) * 0, 1, mask=finite == 0)
