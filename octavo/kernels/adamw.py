@@ -8,9 +8,10 @@ by chances that leave the mean as it was. To nearest a second moment, of which a
 gradients several times its root, and a BF16 master would not move at all at a rate of 1e-6. The random bits depend on
 a key and the element's place only.
 
-Of the codes j and j + 1 it is the upper one where x > t(j) = (1 - u) j^n + u (j + 1)^n, x in units of code 1 and u
-uniform in [0, 1). t grows with j, so any candidate j less than one below the root of x - t(0) finds the same code: the
-kernel takes it from approximate roots, and what it stores is the reference's to the bit.
+For u uniform in [0, 1), a value x in units of code 1 and codes j to the power n, the upper one of j and j + 1 is taken
+where x > t(j) = (1 - u) j^n + u (j + 1)^n. t rises; where it reaches x, at a z near x^(1/n) - u, is rounded up to the
+code. So z rounded to nearest, plus 1 where x is still above its t, is the code, even with z off by a fifth: the kernel
+takes z from approximate roots, and finds the reference's code to the bit.
 
 Eight-bit moments in blocks are Dettmers et al.'s (arXiv:2110.02861). As no v above 0 gets code 0, an element that is
 small in its block is never divided by 0 (the "zero-point problem" of arXiv:2309.01507).
@@ -72,7 +73,7 @@ class Update:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Of the old and the new in each moment, of m / (sqrt(v) + the next one), that, and of the decay."""
+        """Of the old and the new in each moment; of m / (sqrt(v) + the one after); of the decay."""
         root = (1.0 - self.beta2**self.number) ** 0.5
         step = self.lr / (1.0 - self.beta1**self.number) * root
         moments = self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
@@ -84,7 +85,7 @@ def adamw_(master: Tensor, grad: Tensor, first: Moment, second: Moment, update: 
 
     Args:
         master: fp32, or bf16, which is rounded stochastically.
-        grad: of its shape; any float type.
+        grad: of its shape; any float type; times `update.clip` its squares are finite.
         first, second: both in fp32 or both in codes.
         update: the step.
         key: 64 bits of the random numbers.
@@ -178,12 +179,13 @@ def _store(moment: Moment, kind: tuple[torch.dtype, int, int], part: slice, x: T
     units, u = x.abs() * _each(inverse, len(x)) * whole, bits * 2.0**-16
     code = (units.double() ** (1.0 / power) - u).round().float()
     if power == 2:
-        code = code.fmax(torch.zeros(()))  # drops NaN
-        code = (code + (units - u > code * (code + 2.0 * u))) * x.sign()
+        code = code.nan_to_num(0.0).clamp(min=0.0)
+        code = code + (units - u > code * (code + 2.0 * u))
+        code = torch.where(x < 0.0, -code, code)
     else:
         square, side = code.square(), 2.0 * code + 1.0
         code = code + (units - square.square() > u * side * (2.0 * square + side))
-        code = code.fmax((x > 0.0).float())
+        code = code.fmax((x > 0.0).float())  # which a NaN loses to
     moment.values.view(-1)[part] = code.to(dtype)
     moment.scale[part.start // BLOCK : -(-part.stop // BLOCK)] = scale
 
@@ -204,8 +206,8 @@ def _adamw_kernel(
     start = first_row * _BLOCK
     rows = tl.arange(0, ROWS)
     at = rows[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    left = tl.minimum(numel - start, ROWS * _BLOCK).to(tl.int32)
-    inside, row_inside = at < (ROWS * _BLOCK if WHOLE else left), rows * _BLOCK < (ROWS * _BLOCK if WHOLE else left)
+    left = ROWS * _BLOCK if WHOLE else tl.minimum(numel - start, ROWS * _BLOCK).to(tl.int32)
+    inside, row_inside = at < left, rows * _BLOCK < left
     p = tl.load(master_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(grad_ptr + start + at, mask=inside, other=0.0).to(tl.float32) * tl.load(clip_ptr)
     m = tl.load(first_ptr + start + at, mask=inside, other=0).to(tl.float32)
@@ -230,8 +232,8 @@ def _adamw_kernel(
     finite = largest < float("inf")
     tl.store(broken_ptr + finite.to(tl.int32) * 0, 1, mask=finite == 0)
     if master_ptr.dtype.element_ty == tl.bfloat16:
-        whole = (p.to(tl.int32, bitcast=True) + (((x ^ (x >> 16)) * 0x9E3779B1) >> 16).to(tl.int32)) & -0x10000
-        p = tl.where(tl.abs(p) < float("inf"), whole.to(tl.float32, bitcast=True), p).to(tl.bfloat16)
+        rounded = (p.to(tl.int32, bitcast=True) + (((x ^ (x >> 16)) * 0x9E3779B1) >> 16).to(tl.int32)) & -0x10000
+        p = tl.where(tl.abs(p) < float("inf"), rounded.to(tl.float32, bitcast=True), p).to(tl.bfloat16)
     tl.store(master_ptr + start + at, p, mask=inside)
     if CODES:
         upper = (x >> 16) + 0x3F800000
@@ -249,7 +251,7 @@ def _adamw_kernel(
 @triton.jit
 def _first_codes(m, u):
     """Scales and codes of blocks. Codes and u are in 128ths: added to 1.5 * 2^16 they are rounded, in the last bits."""
-    scale, inverse = _scales(tl.max(tl.abs(m), axis=1), (127 / 128) ** 2)
+    scale, inverse = _scales(tl.abs(m), (127 / 128) ** 2)
     share = tl.abs(m) * inverse[:, None]
     code = (tl.maximum(tl.sqrt(share) - u, 0.0) + 98304.0) - 98304.0
     code = tl.where(tl.fma(u, -1.0 / 128, share) > code * tl.fma(u, 2.0, code), code + 1.0 / 128, code)
@@ -260,8 +262,8 @@ def _first_codes(m, u):
 
 @triton.jit
 def _second_codes(v, u):
-    """Likewise, codes in 256ths and u in 128ths."""
-    scale, inverse = _scales(tl.max(v, axis=1), (255 / 256) ** 4)
+    """Likewise, codes in 256ths, added to 1.5 * 2^15, and u in 128ths."""
+    scale, inverse = _scales(v, (255 / 256) ** 4)
     share = v * inverse[:, None]
     rounded = tl.fma(u, -0.5, tl.sqrt(tl.sqrt(share))) + 49152.0
     code = rounded - 49152.0
@@ -272,8 +274,9 @@ def _second_codes(v, u):
 
 
 @triton.jit
-def _scales(largest, whole):
-    """Scales of blocks, and what takes a value to its share of `whole`."""
+def _scales(x, whole):
+    """Scales of blocks of magnitudes, and what takes one to its share of `whole`; NaN where one is."""
+    largest = tl.reduce(x, 1, _larger)
     scale = tl.where(largest < _SMALLEST_SCALE, 0.0, largest * _MARGIN)
     return scale, tl.where(scale == 0.0, 0.0, tl.div_rn(whole, scale))
 
@@ -305,7 +308,7 @@ def _sqrt_rn(x):
 
 @triton.jit
 def _div_rn(x, y):
-    """x / y, rounded once, of x that is 0 or 2^-100 and more, likewise `tl.div_rn`."""
+    """x / y, rounded once, of an x that is 0 or 2^-100 and more and a y from 2^-50 on: likewise `tl.div_rn`."""
     if _CURE:
         return tl.div_rn(x, y)
     else:
