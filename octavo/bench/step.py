@@ -44,6 +44,8 @@ WARM_UP_TOKENS = 16
 CACHE_SHARE = 0.95
 """Of the bytes that are left for keys and values."""
 
+PAGE_SIZE = EngineConfig.page_size
+
 RunStep = Callable[["StepWork", Engine, Decoder, Optimizer], dict[str, float]]
 """Phase -> seconds of a step of the policy of an engine, a frozen reference and an optimiser."""
 
@@ -76,6 +78,11 @@ class StepWork:
     def longest(self) -> int:
         """Tokens of a sequence."""
         return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def longest_in_pages(self) -> int:
+        """Tokens of the pages of a sequence."""
+        return -(-self.longest // PAGE_SIZE) * PAGE_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +160,7 @@ def bench_step(
         policy.round_masters_()
     policy.recompute_layers = formats.recompute_layers
     reference = random_decoder(config, hf_config, recipe, work.longest, device)
-    at_once = min(work.num_sequences, cache_tokens // work.longest)
+    at_once = min(work.num_sequences, cache_tokens // work.longest_in_pages)
     engine = Engine(policy, EngineConfig(kv_cache_tokens=cache_tokens, max_sequences=at_once), [])
     optimizer = Optimizer(dict(policy.named_parameters()), formats.optimizer, 1000, fused=device == "cuda")
     run_step(replace(work, completion_tokens=min(work.completion_tokens, WARM_UP_TOKENS)), engine, reference, optimizer)
@@ -293,12 +300,12 @@ def room(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int)
     def tokens(formats: TrainFormats) -> int:
         step = needed_bytes(config, recipe, max(work.microbatch_tokens, work.longest), formats)
         left = free_bytes - step - frozen
-        return min(int(left * CACHE_SHARE / token_bytes), work.num_sequences * work.longest)
+        return min(int(left * CACHE_SHARE / token_bytes), work.num_sequences * work.longest_in_pages)
 
     formats = max((each for each in FORMATS if not each.recompute_layers), key=tokens)
-    if tokens(formats) < work.longest:
+    if tokens(formats) < work.longest_in_pages:
         formats = FORMATS[-1]
-    if tokens(formats) < work.longest:
+    if tokens(formats) < work.longest_in_pages:
         raise ValueError(
             f"the keys and values of one sequence of {work.longest} tokens do not fit beside the step into "
             f"{binary_size(free_bytes)}. Give fewer --completion-tokens, --kv-cache fp8, or a smaller model"

@@ -35,7 +35,17 @@ CALLS = 2
 
 
 def sampled_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: Optimizer) -> dict[str, float]:
-    """Phase -> seconds, as `run_step`; the masters move by a few optimiser steps."""
+    """Phase -> seconds, as `run_step`; the masters move by a few optimiser steps.
+
+    Raises:
+        ValueError: completions are too short to sample.
+    """
+    least = (CALLS + 2) * engine.decode_steps
+    if work.completion_tokens < least:
+        raise ValueError(
+            f"decode steps are sampled {least} tokens at a time, and completions have {work.completion_tokens}. "
+            "Measure a whole step: leave out --sampled"
+        )
     policy, seconds = engine.decoder, partial(mean_seconds, device=engine.device)
     batch = random_mini_batch(work, engine)
     few = replace(batch, microbatches=batch.microbatches[:MICROBATCHES])
@@ -69,7 +79,7 @@ def rollout_seconds(work: StepWork, engine: Engine) -> float:
     fill_(engine.cache)
     rounds, rest = divmod(work.num_sequences, at_once)
     last = work.longest - (CALLS + 2) * engine.decode_steps
-    contexts = torch.linspace(min(work.prompt_tokens, last), last, CONTEXTS).long().tolist()
+    contexts = torch.linspace(work.prompt_tokens, last, CONTEXTS).long().tolist()
     for batch, times in ((at_once, rounds), (rest, 1)):
         if batch and times:
             steps = [decode_milliseconds(engine, batch, context, CALLS) for context in contexts]

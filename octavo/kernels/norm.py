@@ -23,9 +23,9 @@ from octavo.numerics.exact import mean_square, product_bits
 from octavo.numerics.fp8 import BLOCK_1X128, PER_ROW, QuantBlock, ScaleRounding
 
 TILE_ELEMENTS = 4096
-FEW_ROWS = 256
-"""Of a decode step, which waits for each row and not for memory."""
 """Elements of a program's tile: one wide row or several short ones."""
+FEW_ROWS = 256
+"""Of a decode step, where a program works for its row alone and the memory idles."""
 BACKWARD_PROGRAMS = 1024
 """Partial sums of the gain's gradient, which are then added in order."""
 

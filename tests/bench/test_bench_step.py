@@ -48,7 +48,7 @@ def test_every_phase_of_a_step_runs_and_trains(recipe, kv_cache, formats, monkey
     monkeypatch.setattr(step, "run_step", spying)
     chosen = get_recipe(recipe, kv_cache=kv_cache)
     work = replace(WORK, completion_tokens=20)
-    time = bench_step(*read_config(MODEL), chosen, work, RATES, formats, 2 * 24, device="cpu")
+    time = bench_step(*read_config(MODEL), chosen, work, RATES, formats, 2 * 32, device="cpu")
     assert [entry[:2] for entry in seen] == [(16, 2), (20, 4)], "a short step first, two updates each"
     assert seen[0][2] + 2 == seen[1][2] and seen[1][3] < seen[1][4], "bytes follow each update"
     assert time.at_once == 2 and tuple(time.measured) == tuple(time.predicted) == PHASES
@@ -75,7 +75,7 @@ def test_samples_add_up_to_a_step(monkeypatch):
         completion_tokens=20, prompt_tokens=4, num_prompts=4, group_size=3, num_mini_batches=2, microbatch_tokens=48
     )
     found = bench_step(
-        *read_config(MODEL), get_recipe("block128"), work, RATES, FORMATS[0], 5 * 24, device="cpu", run=sampled_step
+        *read_config(MODEL), get_recipe("block128"), work, RATES, FORMATS[0], 5 * 32, device="cpu", run=sampled_step
     ).measured
     assert tuple(found) == PHASES
     # Six sequences of 24 tokens make up a mini-batch, two a microbatch: three of these, one of which runs.
@@ -88,9 +88,16 @@ def test_samples_add_up_to_a_step(monkeypatch):
 
 
 def test_samples_run_on_a_cpu():
-    arguments = *read_config(MODEL), get_recipe("block128"), WORK, RATES, FORMATS[0]
-    time = bench_step(*arguments, 3 * 16, device="cpu", run=sampled_step)
+    def measure(work):
+        arguments = *read_config(MODEL), get_recipe("block128"), work, RATES, FORMATS[0]
+        return bench_step(*arguments, 3 * 16, device="cpu", run=sampled_step)
+
+    time = measure(WORK)
     assert time.at_once == 3 and all(time.measured[phase] > 0.0 for phase in PHASES)
+    with pytest.raises(
+        ValueError, match="are sampled 4 tokens at a time, and completions have 3. Measure a whole step"
+    ):
+        measure(replace(WORK, completion_tokens=3))
 
 
 def test_the_prediction_by_hand():
@@ -170,5 +177,5 @@ def test_the_command_prints_phases_or_json(monkeypatch):
 @pytest.mark.gpu
 def test_it_measures_a_step_on_a_gpu():
     for run in (run_step, sampled_step):
-        time = step_time(*read_config(MODEL), get_recipe("block128"), WORK, run)
+        time = step_time(*read_config(MODEL), get_recipe("block128"), replace(WORK, completion_tokens=30), run)
         assert time.at_once == 4 and all(seconds > 0.0 for seconds in time.measured.values())
