@@ -77,6 +77,9 @@ def start(folder: Path, kv_cache: str, longest: int, sequences: int, tiny: bool)
         max_num_batched_tokens=16384,
         gpu_memory_utilization=0.9,
         enable_prefix_caching=False,
+        compilation_config={
+            "cudagraph_capture_sizes": [1, 8, 32, sequences]
+        },  # of the batch that all steps but few have
         enforce_eager=tiny,
         seed=0,
     )
