@@ -41,8 +41,9 @@ MARGIN = 1.0 + 2.0**-22
 """Of a scale over the largest value, so that no rounding takes a share beyond the largest code."""
 SMALLEST = 2.0**-100
 """In the step: a second moment counts as at least this, a first moment below as 0."""
-_MASK_32, _GOLDEN = 2**32 - 1, 0x9E3779B97F4A7C15
-_GOLDEN_SIGNED = constexpr(_GOLDEN - 2**64)
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""What a key grows by, modulo 2^64, every 2^32 elements."""
+_GOLDEN = constexpr(GOLDEN)
 _BLOCK, _MARGIN, _CURE = constexpr(BLOCK), constexpr(MARGIN), constexpr(INTERPRETED)
 _SMALLEST, _SMALLEST_SCALE = constexpr(SMALLEST), constexpr(SMALLEST_SCALE)
 
@@ -139,12 +140,17 @@ def random_bits(key: int, start: int, count: int, device: torch.device) -> Tenso
     key ahead of each product; the key grows with the place's other bits. One more product gives the upper 16 bits.
     """
     place = torch.arange(start, start + count, device=device)
-    key_here = (place >> 32) * (_GOLDEN - 2**64) + _signed(key)
-    x = (place ^ key_here) & _MASK_32
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK_32
-    x = ((x ^ (x >> 15) ^ ((key_here >> 32) & _MASK_32)) * 0x846CA68B) & _MASK_32
-    x = x ^ (x >> 16)
-    return x | ((((x * 0x9E3779B1) & _MASK_32) >> 16) << 32)
+    key_here = (place >> 32) * GOLDEN + _signed(key)
+    x = (place ^ key_here).int()
+    x = (x ^ _shifted(x, 16)) * 0x7FEB352D
+    x = (x ^ _shifted(x, 15) ^ (key_here >> 32).int()) * (0x846CA68B - 2**32)
+    x = x ^ _shifted(x, 16)
+    return (x.long() & (2**32 - 1)) | (_shifted(x * (0x9E3779B1 - 2**32), 16).long() << 32)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """x int32, to the right, with zeros from the left."""
+    return (x >> count) & (2 ** (32 - count) - 1)
 
 
 def _signed(number: int) -> int:
@@ -177,12 +183,12 @@ def _store(moment: Moment, kind: tuple[torch.dtype, int, int], part: slice, x: T
     whole = float(largest + 1) ** power  # x is taken in shares of it, so that scales down to the smallest have inverses
     inverse = torch.where(scale == 0.0, 0.0, torch.full_like(scale, largest**power / whole) / scale)
     units, u = x.abs() * _each(inverse, len(x)) * whole, bits * 2.0**-16
-    code = (units.double() ** (1.0 / power) - u).round().float()
     if power == 2:
-        code = code.nan_to_num(0.0).clamp(min=0.0)
+        code = (units.sqrt() - u).round().nan_to_num(0.0).clamp(min=0.0)
         code = code + (units - u > code * (code + 2.0 * u))
         code = torch.where(x < 0.0, -code, code)
     else:
+        code = (units.sqrt().sqrt() - u).round()
         square, side = code.square(), 2.0 * code + 1.0
         code = code + (units - square.square() > u * side * (2.0 * square + side))
         code = code.fmax((x > 0.0).float())  # which a NaN loses to
@@ -224,7 +230,7 @@ def _adamw_kernel(
     change = step * _div_rn(tl.where(tl.abs(m) < _SMALLEST, 0.0, m), size)
     p = p - (p * decay + change if DECAYS else change)
 
-    key += (start >> 32) * _GOLDEN_SIGNED
+    key += (start >> 32) * _GOLDEN
     x = at.to(tl.uint32) ^ (start.to(tl.uint32) ^ key.to(tl.uint32))  # start is a multiple of what at stays below
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15) ^ (key >> 32).to(tl.uint32)) * 0x846CA68B
