@@ -75,9 +75,8 @@ def check_flag(device, master_dtype, codes):
                 step = update(1, device, lr=1e38, weight_decay=0.0)
                 function(masters.to(device), grads.to(device), *new_moments(shape, codes, device), step, 1)
                 assert step.broken == wanted, (function, shape, value, grad)
-                function(
-                    torch.ones(shape, device=device), grads.to(device) * 0, *new_moments(shape, codes, device), step, 1
-                )
+                whole, still = torch.ones(shape, device=device), torch.zeros(shape, device=device)
+                function(whole, still, *new_moments(shape, codes, device), step, 1)
                 assert step.broken == wanted, "a step whose masters are finite leaves the flag"
 
 
