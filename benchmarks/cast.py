@@ -21,10 +21,9 @@ from octavo.kernels.cast import (
     cast_128x1,
     cast_128x128,
     cast_both,
-    cast_columns,
     cast_rows,
-    cast_tensor,
 )
+from octavo.kernels.cast_whole import cast_columns, cast_tensor
 from octavo.kernels.norm import add_rms_norm_cast, rms_norm_backward, rms_norm_forward
 from octavo.kernels.swiglu import swiglu_backward, swiglu_backward_cast, swiglu_cast, swiglu_forward
 from octavo.numerics.fp8 import (

@@ -19,11 +19,10 @@ from octavo.kernels.cast import (
     cast_128x1,
     cast_128x128,
     cast_both,
-    cast_columns,
     cast_rows,
-    cast_tensor,
 )
 from octavo.kernels.cast_outputs import GIVEN, UNPADDED, outputs, padded
+from octavo.kernels.cast_whole import cast_columns, cast_tensor
 from octavo.kernels.device import runs_kernels
 from octavo.numerics.exact import K_BLOCK, block_edges, product_bits, to_grid
 from octavo.numerics.fp8 import (

@@ -135,8 +135,14 @@ def row_scales(w0, w1, w2, w3, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _row_scale(words, POWER_OF_TWO: tl.constexpr):
+    return scale_from_bits(amax_rows(words), POWER_OF_TWO)
+
+
+@triton.jit
+def amax_rows(words):
+    """Largest magnitudes of the rows, as bits."""
     low, high = amax_bits(words, 1)
-    return scale_from_bits(tl.maximum(low, high), POWER_OF_TWO)
+    return tl.maximum(low, high)
 
 
 @triton.jit
