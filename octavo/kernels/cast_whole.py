@@ -41,7 +41,16 @@ from octavo.kernels.cast_outputs import (
 from octavo.kernels.device import on_gpu
 from octavo.kernels.early_launch import early_launch
 from octavo.kernels.tile import in_words
-from octavo.numerics.fp8 import E4M3_MAX, PER_ROW, PER_TENSOR, ScaleRounding, quantize, quantize_with_scale
+from octavo.numerics.fp8 import (
+    E4M3_MAX,
+    PER_ROW,
+    PER_TENSOR,
+    ScaleRounding,
+    block_amax,
+    quantize,
+    quantize_with_scale,
+    scale_from_amax,
+)
 
 
 def cast_columns(
@@ -111,6 +120,7 @@ def cast_tensor(
     transposed: bool = False,
     row_splits: Sequence[int] | None = None,
     column_splits: Sequence[int] | None = None,
+    amax_bits: Tensor | None = None,
     pad_to: Padding = UNPADDED,
     out: tuple[Tensor, Tensor | None, Tensor] | None = None,
     activation: bool = False,
@@ -124,6 +134,7 @@ def cast_tensor(
         num_saturated: int64, one element: the number of values beyond 448 * scale is added to it.
         transposed: False leaves q^T out: None.
         row_splits, column_splits: as for `cast_rows_columns`; there is a scale for each, [splits, 1] or [1, splits].
+        amax_bits: of `new_amax_bits`, raised by what made X, which is then read once.
         pad_to, out, activation: see `kernels.cast`. A given scale is the one that is returned.
 
     Raises:
@@ -142,7 +153,9 @@ def cast_tensor(
     if not on_gpu(x, "a cast to FP8"):
         pieces = _pieces(zeros_around(x, cover(q, q_t)), splits, dim)
         if scale is None:
-            target.copy_(torch.cat([quantize(piece, PER_TENSOR, rounding)[1] for piece in pieces], dim=dim))
+            amax = torch.cat([block_amax(piece, PER_TENSOR) for piece in pieces], dim=dim)
+            amax = amax if amax_bits is None else amax_bits.view(torch.float32).view_as(amax)
+            target.copy_(scale_from_amax(amax, rounding))
         elif num_saturated is not None:
             num_saturated += (x.float().abs() > E4M3_MAX * scale).sum()
         each = zip(pieces, target.split(1, dim=dim), strict=True)
@@ -156,9 +169,22 @@ def cast_tensor(
             splits=(dim, splits),
             num_saturated=num_saturated,
             given=scale is not None,
+            bits=amax_bits,
             activation=activation,
         )
     return q, q_t, target
+
+
+def new_amax_bits(x: Tensor, num_projections: int = 1) -> Tensor:
+    """int32 [projections] beside X, to be raised to the bits of the largest magnitudes of a matrix as it is made."""
+    return torch.zeros(num_projections, dtype=torch.int32, device=x.device)
+
+
+def raise_amax_bits_(amax_bits: Tensor | None, *projections: Tensor) -> None:
+    """What a kernel does as it makes these, if there are bits to raise."""
+    if amax_bits is not None and all(x.numel() for x in projections):
+        amax = torch.stack([x.abs().amax() for x in projections]).float()
+        amax_bits.copy_(torch.maximum(amax_bits, amax.view(torch.int32)))
 
 
 def _check_splits(
@@ -198,9 +224,10 @@ def _launch(
     splits: tuple[int, Sequence[int]] = (0, ()),
     num_saturated: Tensor | None = None,
     given: bool = False,
+    bits: Tensor | None = None,
     activation: bool = False,
 ) -> None:
-    """The magnitudes first, unless the scale is given, then the cast, along both dimensions of a tile if both are."""
+    """The magnitudes first, unless their bits or the scale are given, then the casts."""
     words, num_warps = COLUMN_TILE if plain is None else TILE
     aligned, *source = in_words(x)
     either = transposed if plain is None else plain
@@ -211,7 +238,8 @@ def _launch(
     numbers = [len(splits[1]) if several and along == dim else 1 for along in (0, 1)]
     row_bits = numbers[0] * q_t.shape[0] if per_column else 0
     size = row_bits + numbers[1] * q.shape[0] * per_row if per_column else numbers[0] * numbers[1]
-    bits = torch.zeros(size, dtype=torch.int32, device=x.device)
+    looks = bits is None and not given
+    bits = torch.zeros(size, dtype=torch.int32, device=x.device) if bits is None else bits
     grid = tile_grid(q_t.T if plain is None else q, words)
     groups = _groups(tuple(splits[1]), grid[1 - dim], x.device) if several else bits
     tile = {
@@ -223,7 +251,7 @@ def _launch(
         "num_warps": num_warps,
     }
     tile |= early_launch(x, activation)
-    if not given:
+    if looks:
         amax_kernel[grid](x, bits, groups, x.shape[0], *source, q.shape[0], q_t.shape[0], row_bits, **tile)
     scaled_kernel[grid](
         x,

@@ -170,7 +170,11 @@ def quantize_matrix(
 
 
 def quantize_both(
-    x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding, splits: Sequence[int]
+    x: Tensor,
+    quant_block: QuantBlock,
+    rounding: ScaleRounding,
+    splits: Sequence[int],
+    amax_bits: Tensor | None = None,
 ) -> tuple[Operand, QuantizedMatrix]:
     """X [T, K] ready for a product reduced over K, and as it is saved for one over T, from one cast; for kernels.
 
@@ -179,6 +183,7 @@ def quantize_both(
         quant_block: of the first, one of BOTH with that of the second.
         rounding: of the scales.
         splits: widths of the fused projections along K, multiples of 128 where there are several.
+        amax_bits: per tensor only, see `cast_tensor`.
     """
     T, K = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()  # a gradient may be expanded
@@ -190,7 +195,7 @@ def quantize_both(
         return left, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1), BLOCK_128X1)
     edges = split_edges(splits, None)
     if quant_block == PER_TENSOR:
-        q, shared, scale = cast_tensor(x, rounding, transposed=True, column_splits=splits)
+        q, shared, scale = cast_tensor(x, rounding, transposed=True, column_splits=splits, amax_bits=amax_bits)
         assert shared is not None
         along = QuantizedMatrix(q, scale, [0, T], edges, PER_TENSOR)
         return along.operand(), replace(along, q=shared.T)

@@ -119,13 +119,22 @@ class LinearPass:
         return FP32 * self.out_features * self.in_features
 
     @property
+    def casts_both(self) -> bool:
+        """Whether X, and dY, are of widths that one cast makes ready for both of their products."""
+        left = self.recipe.fprop.left
+        return left == BLOCK_1X128 or (_both_ways(left, (self.in_features,)) and _both_ways(left, self.splits))
+
+    @property
     def _casts_x_once(self) -> bool:
         """Whether one cast of X serves FProp and WGrad."""
         left, static = self.recipe.fprop.left, self.recipe.static_activation_scale
         return not self.keeps_x and not static and _both_ways(left, (self.in_features,))
 
-    def forward(self, ledger: Ledger, *, grad: bool, shadow: bool = False, again: bool = False) -> None:
-        """X is held before; after it Y too, and with `grad` what is saved. A static scale learns nothing `again`."""
+    def forward(
+        self, ledger: Ledger, *, grad: bool, shadow: bool = False, again: bool = False, made_of: int = 0
+    ) -> None:
+        """X is held before; after it Y too, and with `grad` what is saved. A static scale learns nothing `again`. What
+        the casts are made of ends before Y."""
         T, K, N = self.num_tokens, self.in_features, self.out_features
         left = self.recipe.fprop.left
         if grad and self.quantized:
@@ -144,6 +153,7 @@ class LinearPass:
                 ledger.touch(2 * FP32 * T * K)  # |x| once more, where saturation is counted
             operands = self.operand_bytes
         with ledger.holding(operands):
+            ledger.free(made_of)
             self.multiply(ledger, shadow=shadow)
 
     @property

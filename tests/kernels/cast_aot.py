@@ -25,6 +25,7 @@ NORM = {"R": 1, "BLOCK_D": 4096, "D": 4096, "BITS": 20, "NORM_EPS": 1e-6}
 NORM_CAST = NORM | {"ADD": True, "PER_ROW": False, "POWER_OF_TWO": False}
 NORM_BACKWARD = {"R": 1, "BLOCK_D": 4096, "D": 4096, "ADD": True}
 HEADS = {"R": 32, "BLOCK_D": 128, "D": 128, "BITS": 23, "NORM_EPS": 1e-6}
+SWIGLU = {"R": 4, "BLOCK_F": 1024, "AMAX": True}
 CASES = {
     "rows": (cast_kernels.rows_kernel, {"BLOCK_M": 1, "BLOCK_K": 4096, "POWER_OF_TWO": False}, 4),
     "1x128": (cast_kernels.rows_kernel, {"BLOCK_M": 32, "BLOCK_K": 128, "POWER_OF_TWO": False}, 4),
@@ -41,9 +42,10 @@ CASES = {
     "norm of heads": (norm_kernels.norm_kernel, HEADS, 4),
     "norm backward": (norm_kernels.backward_kernel, NORM_BACKWARD, 4),
     "norm 1x128": (norm_kernels.norm_cast_kernel, NORM_CAST, 4),
+    "sum and norm": (norm_kernels.sum_norm_kernel, NORM | {"ADD": True, "AMAX": True}, 4),
     "norm 128x1": (norm_kernels.norm_transposed_kernel, TILE | {"WORDS": 32}, 4),
-    "swiglu": (swiglu_kernels.swiglu_kernel, {"R": 4, "BLOCK_F": 1024}, 4),
-    "swiglu backward": (swiglu_kernels.backward_kernel, {"R": 4, "BLOCK_F": 1024}, 4),
+    "swiglu": (swiglu_kernels.swiglu_kernel, SWIGLU, 4),
+    "swiglu backward": (swiglu_kernels.backward_kernel, SWIGLU, 4),
     "swiglu 1x128": (swiglu_kernels.cast_rows_kernel, {"R": 32, "BLOCK_F": 128, "POWER_OF_TWO": False}, 4),
     "swiglu both": (swiglu_kernels.cast_both_kernel, {"ALIGNED": True, "POWER_OF_TWO": False}, 8),
     "swiglu backward both": (swiglu_kernels.backward_cast_kernel, {"ALIGNED": True, "POWER_OF_TWO": False}, 8),

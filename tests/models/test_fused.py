@@ -99,6 +99,27 @@ def test_gradients_of_the_same_bits_in_fewer_kernels(monkeypatch, family, shape,
     assert len(casts) == (3 * forwards + 1) * num_layers
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("lengths", [(40, 77, 11), (130, 41)], ids=["whole block", "ragged"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
+def test_scales_over_whole_rows_and_tensors_give_the_same_bits(monkeypatch, name, kv_heads, lengths, recompute):
+    shape = SHAPES["aligned"] | {"num_key_value_heads": kv_heads}
+    decoder = tiny_decoder(tiny_config("qwen3", **shape), get_recipe(name))
+    kernel_products.as_on_gpu(monkeypatch)
+    names = "add_rms_norm", "swiglu_forward", "swiglu_backward"
+    made = counted(monkeypatch, fused_functions, *names)
+    decoder.recompute_layers = recompute
+    found = trained(decoder, lengths)
+    num_layers, forwards = len(decoder.layers), 2 if recompute else 1
+    halves = num_layers if sum(lengths) % 128 == 0 else 0
+    norms = kv_heads // 2  # where 128 does not divide the width of k and v, the norm before them stays alone
+    assert [made.count(each) for each in names] == [norms * halves * forwards, halves * forwards, halves]
+    decoder.fuses = False
+    assert_equal(found, trained(decoder, lengths))
+    assert len(made) == halves * ((norms + 1) * forwards + 1)
+
+
 MIXED = {
     "down kept": ({"keep_bf16": ("lm_head", "embed_tokens", "layers.0.mlp.down_proj")}, 4),
     "gate and up kept": ({"keep_bf16": ("lm_head", "embed_tokens", "gate_proj", "up_proj")}, 2),
