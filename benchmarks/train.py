@@ -4,9 +4,11 @@
 
 A table, and benchmarks/results/train.json (under $OUT if that is set), which keeps the figures of earlier calls.
 
-4096 ...   one packed sequence of so many tokens under every recipe, all in the same formats of masters and moments
-peers      torchao's Float8Linear in place of the linear layers of the `bf16` decoder, 8,192 tokens; BF16 weights
-14b, 32b   the shapes of Qwen3-14B and 32B at 8,192 tokens, from two reduced depths on along a line: extrapolated
+4096 ...   sequences of so many tokens under every recipe, all in the same formats of masters and moments
+peers      torchao's Float8Linear in place of the linear layers of the `bf16` decoder; BF16 weights
+14b, 32b   the shapes of Qwen3-14B and 32B, from two reduced depths on along a line: extrapolated
+
+A step is one packed microbatch of 16,384 tokens and an optimiser step. Where no length is named, sequences have 8,192.
 """
 
 from __future__ import annotations
@@ -60,8 +62,10 @@ PHASES = ("4096", "8192", "16384", "peers", "14b", "32b")
 DEPTHS = (4, 8)
 """Layers that are measured of a shape that does not fit."""
 RECIPES = ("bf16", "block128", "w8a16", "rowwise", "tensorwise")
-TOKENS = 8192
-"""Of the goals, the peers and the extrapolated shapes."""
+TOKENS = 16384
+"""Of a step."""
+LENGTH = 8192
+"""Of a sequence: of the goals, the peers and the extrapolated shapes."""
 GOALS = {
     ("bf16", "tok_s"): 10500.0,
     ("block128", "tok_s"): 13000.0,
@@ -70,7 +74,7 @@ GOALS = {
     ("block128", "reference_speedup_vs_bf16"): 1.5,
     ("block128", "weight_update_ms"): 15.0,
 }
-"""At TOKENS."""
+"""At LENGTH."""
 UNITS = {"tok_s": "tok/s", "tflop_s": "TFLOP/s", "peak_gib": "GiB", "speedup_vs_bf16": "x"}
 
 
@@ -151,16 +155,16 @@ def rows_of(case: str, recipe: str, speed: TrainSpeed, bf16: TrainSpeed | None, 
     ]
 
 
-def every_recipe(results: Results, tokens: int) -> None:
+def every_recipe(results: Results, length: int) -> None:
     """The 8B shape, in the most bytes that fit under all recipes."""
     hf_config = SHAPES["8b"]
     config, recipes = decoder_config(hf_config), {name: precision(name) for name in RECIPES}
     free = torch.cuda.mem_get_info()[0]
-    formats = max((formats_that_fit(config, recipe, tokens, free) for recipe in recipes.values()), key=FORMATS.index)
+    formats = max((formats_that_fit(config, recipe, TOKENS, free) for recipe in recipes.values()), key=FORMATS.index)
     bf16 = None
     for name, recipe in recipes.items():
-        speed = bench_train(config, hf_config, recipe, tokens, tokens, formats)
-        for row in rows_of(f"train/qwen3-8b/{tokens}/{name}", name, speed, bf16, tokens == TOKENS):
+        speed = bench_train(config, hf_config, recipe, TOKENS, length, formats)
+        for row in rows_of(f"train/qwen3-8b/{length}/{name}", name, speed, bf16, length == LENGTH):
             results.add(row)
         bf16 = bf16 or speed
         empty_cache()
@@ -174,9 +178,9 @@ def precision(name: str) -> Recipe:
 def every_peer(results: Results) -> None:
     """torchao's layers in the 8B shape: weights in BF16, gradients in FP32, moments in int8."""
     hf_config, formats = SHAPES["8b"], FORMATS[2]
-    batch = random_batch(hf_config.vocab_size, TOKENS, TOKENS, "cuda")
+    batch = random_batch(hf_config.vocab_size, TOKENS, LENGTH, "cuda")
     for name, convert in peers().items():
-        decoder = random_decoder(decoder_config(hf_config), hf_config, get_recipe("bf16"), TOKENS, masters=True)
+        decoder = random_decoder(decoder_config(hf_config), hf_config, get_recipe("bf16"), LENGTH, masters=True)
         replace_linears_(decoder, convert)
         try:
             speed = time_passes(decoder, batch, formats)
@@ -186,7 +190,7 @@ def every_peer(results: Results) -> None:
         finally:
             del decoder
             empty_cache()
-        for row in rows_of(f"train/qwen3-8b/{TOKENS}/{name}", name, speed, None, False):
+        for row in rows_of(f"train/qwen3-8b/{LENGTH}/{name}", name, speed, None, False):
             if row.metric not in ("shadow_ms", "weight_update_ms"):  # of which it has none
                 results.add(row)
 
@@ -212,10 +216,10 @@ def reduced_depth(results: Results, model: str) -> None:
         speeds = []
         for depth in DEPTHS:
             hf_config = shape_of_depth(SHAPES[model], depth)
-            speeds.append(bench_train(decoder_config(hf_config), hf_config, precision(name), TOKENS, TOKENS, formats))
+            speeds.append(bench_train(decoder_config(hf_config), hf_config, precision(name), TOKENS, LENGTH, formats))
             empty_cache()
         speed = extrapolated(*speeds, DEPTHS, SHAPES[model])
-        for row in rows_of(f"train/qwen3-{model}, extrapolated/{TOKENS}/{name}", name, speed, bf16, False):
+        for row in rows_of(f"train/qwen3-{model}, extrapolated/{LENGTH}/{name}", name, speed, bf16, False):
             results.add(row)
         bf16 = bf16 or speed
 

@@ -142,6 +142,9 @@ def bench_step(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of a step, a multiple of the mini-batches.")] = 8,
     group_size: Annotated[int, typer.Option(min=1, help="Completions of each.")] = 8,
     mini_batches: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 4,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="From samples of each phase, in a tenth of the time.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """How long a GRPO step of a model of this shape takes on this GPU, phase by phase, beside what it must take.
@@ -153,7 +156,8 @@ def bench_step(
     from rich.console import Console
 
     from octavo.bench.page import show_steps
-    from octavo.bench.step import StepWork, step_time
+    from octavo.bench.step import StepWork, run_step, step_time
+    from octavo.bench.step_sampled import sampled_step
     from octavo.models.config import read_config
     from octavo.numerics.recipe import get_recipe
 
@@ -168,7 +172,8 @@ def bench_step(
         )
         for length in completion_tokens or [1024]
     ]
-    steps = [step_time(*read_config(model), chosen, work) for work in works]
+    run = sampled_step if sampled else run_step
+    steps = [step_time(*read_config(model), chosen, work, run) for work in works]
     if as_json:
         print(json.dumps([asdict(step) | {"tok_s": step.tok_s} for step in steps], indent=1))
     else:

@@ -26,6 +26,7 @@ from octavo.models.config import DecoderConfig
 from octavo.models.decoder import Block, Decoder, drop_masters_
 from octavo.numerics.recipe import Recipe
 from octavo.rollout.engine import Engine, EngineConfig
+from octavo.rollout.kv_cache import KVCache
 from octavo.rollout.sampler import SamplingConfig
 from octavo.rollout.scheduler import PromptGroup
 from octavo.rollout.scheduler import Sequence as Running
@@ -158,24 +159,30 @@ def max_batch(decoder: Decoder, context: int, free_bytes: int) -> int:
 def bench_decode(
     decoder: Decoder, batches: Sequence[tuple[int, int]], copy_gb_s: float, engine_config: EngineConfig, calls: int = 5
 ) -> list[DecodeSpeed]:
-    """Time decode steps for each (batch, context); contexts grow by a few tokens while they are measured."""
+    """Time decode steps for each (batch, context)."""
     engine = filled_engine(decoder, engine_config)
     found = []
     for batch, context in batches:
-        sequences = running(engine, batch, context, (calls + 2) * engine.decode_steps)
-        start = partial(engine.decode.start, sequences, engine.decode_steps, SamplingConfig(), 0)
-        start().result()  # compiles, captures
-        times, run = [], start()
-        for _ in range(calls):
-            since = time.perf_counter()
-            following = start(go_on=True)  # as the engine does
-            run.result()
-            run = following
-            times.append((time.perf_counter() - since) * 1e3 / engine.decode_steps)
-        run.result()
         bound = step_bytes(decoder, batch, context) / copy_gb_s / 1e6
-        found.append(DecodeSpeed(batch=batch, context=context, step_ms=statistics.median(times), bound_ms=bound))
+        step_ms = decode_milliseconds(engine, batch, context, calls)
+        found.append(DecodeSpeed(batch=batch, context=context, step_ms=step_ms, bound_ms=bound))
     return found
+
+
+def decode_milliseconds(engine: Engine, batch: int, context: int, calls: int = 5) -> float:
+    """Median time of a decode step on what the cache holds; the context grows by a few tokens meanwhile."""
+    sequences = running(engine, batch, context, (calls + 2) * engine.decode_steps)
+    start = partial(engine.decode.start, sequences, engine.decode_steps, SamplingConfig(), 0)
+    start().result()  # compiles, captures
+    times, run = [], start()
+    for _ in range(calls):
+        since = time.perf_counter()
+        following = start(go_on=True)  # as the engine does
+        run.result()
+        run = following
+        times.append((time.perf_counter() - since) * 1e3 / engine.decode_steps)
+    run.result()
+    return statistics.median(times)
 
 
 def decode_kernels(decoder: Decoder, batch: int, context: int, engine_config: EngineConfig) -> dict[str, float]:
@@ -191,7 +198,12 @@ def decode_kernels(decoder: Decoder, batch: int, context: int, engine_config: En
 def filled_engine(decoder: Decoder, config: EngineConfig) -> Engine:
     """An engine that never stops a completion, whose cache holds random keys and values."""
     engine = Engine(decoder, config, [])
-    cache = engine.cache
+    fill_(engine.cache)
+    return engine
+
+
+def fill_(cache: KVCache) -> None:
+    """Random keys and values in all slots."""
     for values, scale in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
         for layer in values:  # a layer at a time: a cache may fill the card
             if scale is None:
@@ -200,7 +212,6 @@ def filled_engine(decoder: Decoder, config: EngineConfig) -> Engine:
                 layer.view(torch.uint8).random_(0, 0x60)
         if scale is not None:
             scale.fill_(2.0**-5)
-    return engine
 
 
 def running(engine: Engine, batch: int, context: int, num_new: int) -> list[Running]:

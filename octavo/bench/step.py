@@ -8,12 +8,13 @@
     weight_update    re-quantisation after each of them               masters read, bytes written
 
 Products are taken to run at the rate of the model's largest linear layer, bytes at the copy speed, both measured in the
-same run. Weights are random, and the step is the second: the first, a short one, compiles and captures.
+same run. Weights are random, and the step is the second: the first, a short one, compiles and captures. A long one can
+be sampled (`bench.step_sampled`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -42,6 +43,11 @@ WARM_UP_TOKENS = 16
 """Of a completion in the first step."""
 CACHE_SHARE = 0.95
 """Of the bytes that are left for keys and values."""
+
+PAGE_SIZE = EngineConfig.page_size
+
+RunStep = Callable[["StepWork", Engine, Decoder, Optimizer], dict[str, float]]
+"""Phase -> seconds of a step of the policy of an engine, a frozen reference and an optimiser."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,11 @@ class StepWork:
         """Tokens of a sequence."""
         return self.prompt_tokens + self.completion_tokens
 
+    @property
+    def longest_in_pages(self) -> int:
+        """Tokens of the pages of a sequence."""
+        return -(-self.longest // PAGE_SIZE) * PAGE_SIZE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
@@ -96,6 +107,8 @@ class StepTime:
     """Of masters and moments."""
     at_once: int
     """Sequences that decode together: as many as the cache holds."""
+    cache_tokens: int
+    """Of the cache: what is left beside the rest, or all that the step needs."""
     measured: dict[str, float]
     """Phase -> seconds."""
     predicted: dict[str, float]
@@ -112,8 +125,10 @@ class StepTime:
         return self.work.num_sequences * self.work.completion_tokens / self.seconds
 
 
-def step_time(config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, work: StepWork) -> StepTime:
-    """A step on this GPU.
+def step_time(
+    config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, work: StepWork, run: RunStep | None = None
+) -> StepTime:
+    """A step on this GPU, whole or as `run` has it.
 
     Raises:
         ValueError: no GPU, one without the kernels, a recipe without a backward, or a step that does not fit.
@@ -125,7 +140,7 @@ def step_time(config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe
     check_length(config, work.longest, "--prompt-tokens or --completion-tokens")
     formats, cache_tokens = room(config, recipe, work, torch.cuda.mem_get_info()[0])
     rates = device_rates(config, recipe, work.microbatch_tokens)
-    return bench_step(config, hf_config, recipe, work, rates, formats, cache_tokens)
+    return bench_step(config, hf_config, recipe, work, rates, formats, cache_tokens, run=run)
 
 
 def bench_step(
@@ -137,6 +152,7 @@ def bench_step(
     formats: TrainFormats,
     cache_tokens: int,
     device: str = "cuda",
+    run: RunStep | None = None,
 ) -> StepTime:
     """A step after a short one, in formats that fit."""
     policy = random_decoder(config, hf_config, recipe, work.longest, device, masters=True)
@@ -144,7 +160,7 @@ def bench_step(
         policy.round_masters_()
     policy.recompute_layers = formats.recompute_layers
     reference = random_decoder(config, hf_config, recipe, work.longest, device)
-    at_once = min(work.num_sequences, cache_tokens // work.longest)
+    at_once = min(work.num_sequences, cache_tokens // work.longest_in_pages)
     engine = Engine(policy, EngineConfig(kv_cache_tokens=cache_tokens, max_sequences=at_once), [])
     optimizer = Optimizer(dict(policy.named_parameters()), formats.optimizer, 1000, fused=device == "cuda")
     run_step(replace(work, completion_tokens=min(work.completion_tokens, WARM_UP_TOKENS)), engine, reference, optimizer)
@@ -152,7 +168,8 @@ def bench_step(
         work=work,
         formats=str(formats),
         at_once=at_once,
-        measured=run_step(work, engine, reference, optimizer),
+        cache_tokens=cache_tokens,
+        measured=(run or run_step)(work, engine, reference, optimizer),
         predicted=predicted_seconds(policy, work, rates, formats, at_once),
     )
 
@@ -283,12 +300,12 @@ def room(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int)
     def tokens(formats: TrainFormats) -> int:
         step = needed_bytes(config, recipe, max(work.microbatch_tokens, work.longest), formats)
         left = free_bytes - step - frozen
-        return min(int(left * CACHE_SHARE / token_bytes), work.num_sequences * work.longest)
+        return min(int(left * CACHE_SHARE / token_bytes), work.num_sequences * work.longest_in_pages)
 
     formats = max((each for each in FORMATS if not each.recompute_layers), key=tokens)
-    if tokens(formats) < work.longest:
+    if tokens(formats) < work.longest_in_pages:
         formats = FORMATS[-1]
-    if tokens(formats) < work.longest:
+    if tokens(formats) < work.longest_in_pages:
         raise ValueError(
             f"the keys and values of one sequence of {work.longest} tokens do not fit beside the step into "
             f"{binary_size(free_bytes)}. Give fewer --completion-tokens, --kv-cache fp8, or a smaller model"

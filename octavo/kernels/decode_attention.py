@@ -140,6 +140,10 @@ def decode_attention_kernel(
     tiles_ptr += gl.program_id(0) // HKV * 4
     first_query, position, sequence = gl.load(tiles_ptr), gl.load(tiles_ptr + 2), gl.load(tiles_ptr + 3)
     table_ptr += sequence.to(gl.int64) * stride_table
+    k_ptr += kv_head * DH
+    v_ptr += kv_head * DH
+    k_scale_ptr += kv_head
+    v_scale_ptr += kv_head
     num_blocks = position // _KV_BLOCK + 1
 
     row = gl.arange(0, _ROWS, gl.SliceLayout(1, left))
@@ -165,12 +169,13 @@ def decode_attention_kernel(
     few = _slots(table_ptr, 0, position, PAGE, scales)
     for stage in gl.static_range(STAGES - 1):
         if stage < num_blocks:
-            _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, kv_head, k_tiles, v_tiles, k_scales,
+            _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, k_tiles, v_tiles, k_scales,
                   v_scales, stage, HKV, DH)  # fmt: skip
         ampere.async_copy.commit_group()
         rows = _slots(table_ptr, stage + 1, position, PAGE, copied_rows)
         few = _slots(table_ptr, stage + 1, position, PAGE, scales)
 
+    USED: gl.constexpr = 8 if GROUP <= 8 else _ROWS
     largest = gl.full([_ROWS], float("-inf"), gl.float32, by_row)
     total = gl.zeros([_ROWS], gl.float32, by_row)
     even = gl.zeros([_ROWS, DH // 2], gl.float32, mma)
@@ -181,7 +186,7 @@ def decode_attention_kernel(
         thread_barrier()
         ahead = block + STAGES - 1
         if ahead < num_blocks:
-            _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, kv_head, k_tiles, v_tiles, k_scales,
+            _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, k_tiles, v_tiles, k_scales,
                   v_scales, ahead % STAGES, HKV, DH)  # fmt: skip
         ampere.async_copy.commit_group()
         rows = _slots(table_ptr, ahead + 1, position, PAGE, copied_rows)
@@ -193,15 +198,15 @@ def decode_attention_kernel(
         scores = ampere.mma_v2(q, k, gl.zeros([_ROWS, _KV_BLOCK], gl.float32, mma)) * key_factor.expand_dims(0)
         visible = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, by_key) <= position
         scores = gl.where(visible.expand_dims(0), scores, float("-inf"))
-        apart = gl.reduce(gl.reduce(_by_warp(scores, WARPS), 3, larger), 1, larger)
-        maxima.store(apart)
+        apart = gl.reduce(gl.reduce(_by_warp(scores, WARPS), 1, larger), 2, larger)
+        maxima.store(_first_rows(apart, USED))
         thread_barrier()
-        now = larger(largest, gl.reduce(maxima.load(mma), 1, larger))
+        now = larger(largest, gl.reduce(_first_rows(maxima.load(mma), USED), 1, larger))
         moved = gl.exp2(largest - now)
         largest = now
-        p = gl.exp2(scores - now.expand_dims(1))
+        p = _first_rows(gl.exp2(scores - now.expand_dims(1)), USED)
         counted = (p + 1.0).to(gl.int32, bitcast=True) - _ONE_BITS
-        sums.store(gl.sum(gl.sum(_by_warp(counted, WARPS), 3), 1))
+        sums.store(_first_rows(gl.sum(gl.sum(_by_warp(counted, WARPS), 1), 2), USED))
 
         # Beyond the last key is its own scale again.
         grown = gl.maximum(unit, gl.max(v_scales.index(now_at).load(in_each_warp), 0))  # which drops NaN
@@ -211,7 +216,7 @@ def decode_attention_kernel(
         unit = grown
         v_even, v_odd = _value_operands(v_tiles.index(now_at), DH, mma, pairs)
         thread_barrier()
-        total = total * moved + gl.sum(sums.load(mma), 1).to(gl.float32)
+        total = total * moved + gl.sum(_first_rows(sums.load(mma), USED), 1).to(gl.float32)
         moved *= shift
         weights = shares.load(left)
         even = ampere.mma_v2(weights, v_even, even * moved.expand_dims(1))
@@ -245,23 +250,31 @@ def _by_warp(x, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _first_rows(x, USED: gl.constexpr):
+    """x of the first rows and 0 of the others: where those are half of what a thread holds, no one works them out."""
+    row = gl.arange(0, _ROWS, gl.SliceLayout(1, x.type.layout))
+    return gl.where((row < USED).expand_dims(1), x, gl.zeros_like(x))
+
+
+@gluon.jit
 def _slots(table_ptr, block, position, PAGE: gl.constexpr, layout: gl.constexpr):
-    """Slots of a block's keys; beyond the last key its own slot, whose weight there is 0."""
-    key = gl.minimum(block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, layout), position)
-    return gl.load(table_ptr + key // PAGE).to(gl.int64) * PAGE + key % PAGE
+    """Slots of a block's keys, below 2^31; beyond the last key its own slot, whose weight there is 0."""
+    key = (block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, layout)).to(gl.uint32)  # whose division is a shift
+    key = gl.minimum(key, position.to(gl.uint32))
+    return gl.load(table_ptr + key // PAGE).to(gl.int32) * PAGE + (key % PAGE).to(gl.int32)
 
 
 @gluon.jit
 def _copy(
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, kv_head, k_tiles, v_tiles, k_scales, v_scales, stage,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, k_tiles, v_tiles, k_scales, v_scales, stage,
     HKV: gl.constexpr, DH: gl.constexpr,
 ):  # fmt: skip
     """Start the copies of a block of keys and values and their scales."""
-    at = (rows * HKV + kv_head).expand_dims(1) * DH + column
-    copy_async(k_tiles.index(stage), k_ptr + at)
-    copy_async(v_tiles.index(stage), v_ptr + at)
-    copy_async(k_scales.index(stage), k_scale_ptr + few * HKV + kv_head)
-    copy_async(v_scales.index(stage), v_scale_ptr + few * HKV + kv_head)
+    at = rows.to(gl.int64).expand_dims(1) * (HKV * DH)
+    copy_async(k_tiles.index(stage), k_ptr + column + at)
+    copy_async(v_tiles.index(stage), v_ptr + column + at)
+    copy_async(k_scales.index(stage), k_scale_ptr + few.to(gl.int64) * HKV)
+    copy_async(v_scales.index(stage), v_scale_ptr + few.to(gl.int64) * HKV)
 
 
 @gluon.jit

@@ -17,9 +17,9 @@ from torch import Tensor
 from octavo.kernels.device import suits_kernels
 from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, gdc, tl, triton
 
-MAX_EARLY_ROWS = 256
-"""Tokens of a decode step, at most; beside what a kernel does with more, its launch is nothing."""
-
+MAX_EARLY_ROWS = 64
+"""Tokens of a decode step, at most. Steps of 128 draw all the power that an H200 may: there a kernel that waits takes
+clocks from the one that works, and gains nothing (LOG.md)."""
 
 _wanted = True
 

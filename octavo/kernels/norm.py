@@ -31,6 +31,8 @@ from octavo.numerics.fp8 import BLOCK_1X128, PER_ROW, QuantBlock, ScaleRounding
 
 TILE_ELEMENTS = 4096
 """Elements of a program's tile: one wide row or several short ones."""
+FEW_ROWS = 256
+"""Of a decode step, where a program works for its row alone and the memory idles."""
 BACKWARD_PROGRAMS = 1024
 """Partial sums of the gain's gradient, which are then added in order."""
 
@@ -225,7 +227,7 @@ def add_rms_norm_cast(
     h = residual if delta is None else torch.empty_like(residual)
     inverse_rms = torch.empty(T, device=h.device)
     q, scale = outputs("add_rms_norm_cast", h.shape, quant_block, h.device, pad_to, None)
-    R, block, num_warps = _tile(max(q.shape[1], BLOCK))
+    R, block, num_warps = _tile(max(q.shape[1], BLOCK), per_warp=256 if T <= FEW_ROWS else 1024)
     if q.numel():
         norm_cast_kernel[(-(-q.shape[0] // R),)](
             residual,

@@ -7,9 +7,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.bench import step
+from octavo.bench import step, step_sampled
 from octavo.bench.rollout import random_decoder, step_bytes
-from octavo.bench.step import PHASES, Rates, StepTime, StepWork, bench_step, predicted_seconds, room, step_time
+from octavo.bench.step import (
+    PHASES,
+    Rates,
+    StepTime,
+    StepWork,
+    bench_step,
+    predicted_seconds,
+    room,
+    run_step,
+    step_time,
+)
+from octavo.bench.step_sampled import sampled_step
 from octavo.bench.train import FORMATS, model_flops, needed_bytes
 from octavo.cli import app
 from octavo.models.config import read_config
@@ -37,12 +48,56 @@ def test_every_phase_of_a_step_runs_and_trains(recipe, kv_cache, formats, monkey
     monkeypatch.setattr(step, "run_step", spying)
     chosen = get_recipe(recipe, kv_cache=kv_cache)
     work = replace(WORK, completion_tokens=20)
-    time = bench_step(*read_config(MODEL), chosen, work, RATES, formats, 2 * 24, device="cpu")
+    time = bench_step(*read_config(MODEL), chosen, work, RATES, formats, 2 * 32, device="cpu")
     assert [entry[:2] for entry in seen] == [(16, 2), (20, 4)], "a short step first, two updates each"
     assert seen[0][2] + 2 == seen[1][2] and seen[1][3] < seen[1][4], "bytes follow each update"
     assert time.at_once == 2 and tuple(time.measured) == tuple(time.predicted) == PHASES
     assert all(seconds > 0.0 for seconds in (*time.measured.values(), *time.predicted.values()))
     assert time.tok_s == pytest.approx(4 * 20 / sum(time.measured.values()))
+
+
+def test_samples_add_up_to_a_step(monkeypatch):
+    """Of calls that all take a second: what each phase repeats, by hand."""
+    times = []
+
+    def decode(engine, batch, context, calls):
+        times.append((batch, context))
+        return float(context)
+
+    def once(call, device):
+        call()
+        return 1.0
+
+    monkeypatch.setattr(step_sampled, "once", once)
+    monkeypatch.setattr(step_sampled, "decode_milliseconds", decode)
+    monkeypatch.setattr(step_sampled, "MICROBATCHES", 1)
+    work = StepWork(
+        completion_tokens=20, prompt_tokens=4, num_prompts=4, group_size=3, num_mini_batches=2, microbatch_tokens=48
+    )
+    found = bench_step(
+        *read_config(MODEL), get_recipe("block128"), work, RATES, FORMATS[0], 5 * 32, device="cpu", run=sampled_step
+    ).measured
+    assert tuple(found) == PHASES
+    # Six sequences of 24 tokens make up a mini-batch, two a microbatch: three of these, one of which runs.
+    assert found["old_logprobs"] == found["reference"] == pytest.approx(3 * 2)
+    assert found["shadow"] == pytest.approx(2 * 3)
+    assert found["update"] == pytest.approx(3 * 2 + 2) and found["weight_update"] == 2.0
+    # Twelve sequences, five at once: two rounds and one of two, each at contexts of 4 to 20.
+    assert times == [(batch, context) for batch in (5, 2) for context in (4, 8, 12, 16, 20)]
+    assert found["rollout"] == pytest.approx(1.0 + 3 * 20 * 12 / 1e3)
+
+
+def test_samples_run_on_a_cpu():
+    def measure(work):
+        arguments = *read_config(MODEL), get_recipe("block128"), work, RATES, FORMATS[0]
+        return bench_step(*arguments, 3 * 16, device="cpu", run=sampled_step)
+
+    time = measure(WORK)
+    assert time.at_once == 3 and all(time.measured[phase] > 0.0 for phase in PHASES)
+    with pytest.raises(
+        ValueError, match="are sampled 4 tokens at a time, and completions have 3. Measure a whole step"
+    ):
+        measure(replace(WORK, completion_tokens=3))
 
 
 def test_the_prediction_by_hand():
@@ -94,7 +149,9 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
 
 def test_the_command_prints_phases_or_json(monkeypatch):
     times = {phase: 2.0 for phase in PHASES}
-    time = StepTime(work=WORK, formats="x", at_once=3, measured=times, predicted={phase: 1.0 for phase in PHASES})
+    time = StepTime(
+        work=WORK, formats="x", at_once=3, cache_tokens=48, measured=times, predicted={phase: 1.0 for phase in PHASES}
+    )
     asked = []
     monkeypatch.setattr(step, "step_time", lambda *given: asked.append(given[3]) or time)
     arguments = [
@@ -119,5 +176,6 @@ def test_the_command_prints_phases_or_json(monkeypatch):
 
 @pytest.mark.gpu
 def test_it_measures_a_step_on_a_gpu():
-    time = step_time(*read_config(MODEL), get_recipe("block128"), WORK)
-    assert time.at_once == 4 and all(seconds > 0.0 for seconds in time.measured.values())
+    for run in (run_step, sampled_step):
+        time = step_time(*read_config(MODEL), get_recipe("block128"), replace(WORK, completion_tokens=30), run)
+        assert time.at_once == 4 and all(seconds > 0.0 for seconds in time.measured.values())

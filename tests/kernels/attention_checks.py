@@ -306,6 +306,9 @@ def check_backward(lengths, heads, back_end="triton", device="cpu"):
             whole.append(torch.nn.functional.scaled_dot_product_attention(q_n, k_n, v_n, is_causal=True, scale=scale))
     torch.cat(whole, dim=1).transpose(0, 1).backward(d_out.double())
     for name, x, leaf in zip("qkv", found, leaves, strict=True):
+        if T == len(lengths) and name != "v":  # a lone key has all the weight, whatever its score
+            assert not leaf.grad.any() and x.abs().max() < 1e-4, name
+            continue
         error, floor = relative_error(x, leaf.grad), relative_error(leaf.grad.bfloat16(), leaf.grad)
         # Beside the result, p or the gradients of scores are rounded to BF16, and delta is of a rounded output.
         margin = 2.0 if back_end in OURS else 3.0
