@@ -117,7 +117,7 @@ def test_nothing_to_cast(shape):
 def test_kernels_in_the_interpreter_equal_the_reference():
     interpreted(
         "from test_cast_whole import *\n"
-        "for shape, splits in SHAPES[:3]:\n"
+        "for shape, splits in SHAPES[1:3]:\n"
         "    dtype = torch.bfloat16 if shape[0] % 8 else torch.float32\n"
         "    check_casts(finite(random_matrix(shape, dtype)), splits, 0, 'none')\n"
         "    check_casts(finite(random_matrix(shape[::-1], dtype)), splits, 1, 'power_of_two')\n"
