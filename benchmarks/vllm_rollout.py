@@ -77,6 +77,7 @@ def start(folder: Path, kv_cache: str, longest: int, sequences: int, tiny: bool)
         max_num_batched_tokens=16384,
         gpu_memory_utilization=0.9,
         enable_prefix_caching=False,
+        compilation_config={} if tiny else {"cudagraph_capture_sizes": [1, 8, 32, sequences]},  # of nearly all steps
         enforce_eager=tiny,
         seed=0,
     )

@@ -156,7 +156,7 @@ def bench_step(
     from rich.console import Console
 
     from octavo.bench.page import show_steps
-    from octavo.bench.step import StepWork, run_step, step_time
+    from octavo.bench.step import StepWork, step_times, whole_step
     from octavo.bench.step_sampled import sampled_step
     from octavo.models.config import read_config
     from octavo.numerics.recipe import get_recipe
@@ -172,8 +172,7 @@ def bench_step(
         )
         for length in completion_tokens or [1024]
     ]
-    run = sampled_step if sampled else run_step
-    steps = [step_time(*read_config(model), chosen, work, run) for work in works]
+    steps = list(step_times(*read_config(model), chosen, works, sampled_step if sampled else whole_step))
     if as_json:
         print(json.dumps([asdict(step) | {"tok_s": step.tok_s} for step in steps], indent=1))
     else:

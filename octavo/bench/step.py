@@ -14,7 +14,8 @@ be sampled (`bench.step_sampled`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -125,10 +126,24 @@ class StepTime:
         return self.work.num_sequences * self.work.completion_tokens / self.seconds
 
 
-def step_time(
-    config: DecoderConfig, hf_config: PretrainedConfig, recipe: Recipe, work: StepWork, run: RunStep | None = None
-) -> StepTime:
-    """A step on this GPU, whole or as `run` has it.
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a step trains, and its frozen reference."""
+
+    policy: Decoder
+    reference: Decoder
+    optimizer: Optimizer
+    formats: TrainFormats
+
+
+def step_times(
+    config: DecoderConfig,
+    hf_config: PretrainedConfig,
+    recipe: Recipe,
+    works: Sequence[StepWork],
+    run: RunStep | None = None,
+) -> Iterator[StepTime]:
+    """Steps on this GPU, whole or as `run` has them; masters and moments as beside the longest sequences.
 
     Raises:
         ValueError: no GPU, one without the kernels, a recipe without a backward, or a step that does not fit.
@@ -137,41 +152,56 @@ def step_time(
     require_kernels("cuda", recipe.high_precision)
     if recipe.forward_only:
         raise ValueError(f"recipe {recipe.name!r} has no backward; take block128, or another that trains")
-    check_length(config, work.longest, "--prompt-tokens or --completion-tokens")
-    formats, cache_tokens = room(config, recipe, work, torch.cuda.mem_get_info()[0])
-    rates = device_rates(config, recipe, work.microbatch_tokens)
-    return bench_step(config, hf_config, recipe, work, rates, formats, cache_tokens, run=run)
+    longest = max(works, key=lambda work: work.longest)
+    check_length(config, longest.longest, "--prompt-tokens or --completion-tokens")
+    free = torch.cuda.mem_get_info()[0]
+    formats = formats_beside(config, recipe, longest, free)
+    rates = device_rates(config, recipe, longest.microbatch_tokens)
+    models = build(config, hf_config, recipe, formats, longest.longest)
+    for work in works:
+        yield bench_step(models, work, rates, cache_tokens(config, recipe, work, formats, free), run)
+        gc.collect()  # an engine and its graphs hold each other
+        torch.cuda.empty_cache()
 
 
-def bench_step(
+def build(
     config: DecoderConfig,
     hf_config: PretrainedConfig,
     recipe: Recipe,
-    work: StepWork,
-    rates: Rates,
     formats: TrainFormats,
-    cache_tokens: int,
+    max_tokens: int,
     device: str = "cuda",
-    run: RunStep | None = None,
-) -> StepTime:
-    """A step after a short one, in formats that fit."""
-    policy = random_decoder(config, hf_config, recipe, work.longest, device, masters=True)
+) -> Trained:
+    """With random weights, for sequences of so many tokens."""
+    policy = random_decoder(config, hf_config, recipe, max_tokens, device, masters=True)
     if formats.optimizer.master_format == "bf16":
         policy.round_masters_()
     policy.recompute_layers = formats.recompute_layers
-    reference = random_decoder(config, hf_config, recipe, work.longest, device)
-    at_once = min(work.num_sequences, cache_tokens // work.longest_in_pages)
-    engine = Engine(policy, EngineConfig(kv_cache_tokens=cache_tokens, max_sequences=at_once), [])
+    reference = random_decoder(config, hf_config, recipe, max_tokens, device)
     optimizer = Optimizer(dict(policy.named_parameters()), formats.optimizer, 1000, fused=device == "cuda")
-    run_step(replace(work, completion_tokens=min(work.completion_tokens, WARM_UP_TOKENS)), engine, reference, optimizer)
+    return Trained(policy, reference, optimizer, formats)
+
+
+def bench_step(
+    models: Trained, work: StepWork, rates: Rates, num_cache_tokens: int, run: RunStep | None = None
+) -> StepTime:
+    """A step with a cache of so many tokens."""
+    at_once = min(work.num_sequences, num_cache_tokens // work.longest_in_pages)
+    engine = Engine(models.policy, EngineConfig(kv_cache_tokens=num_cache_tokens, max_sequences=at_once), [])
     return StepTime(
         work=work,
-        formats=str(formats),
+        formats=str(models.formats),
         at_once=at_once,
-        cache_tokens=cache_tokens,
-        measured=(run or run_step)(work, engine, reference, optimizer),
-        predicted=predicted_seconds(policy, work, rates, formats, at_once),
+        cache_tokens=num_cache_tokens,
+        measured=(run or whole_step)(work, engine, models.reference, models.optimizer),
+        predicted=predicted_seconds(models.policy, work, rates, models.formats, at_once),
     )
+
+
+def whole_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: Optimizer) -> dict[str, float]:
+    """A step after a short one, which compiles and captures; phase -> seconds."""
+    run_step(replace(work, completion_tokens=min(work.completion_tokens, WARM_UP_TOKENS)), engine, reference, optimizer)
+    return run_step(work, engine, reference, optimizer)
 
 
 def run_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: Optimizer) -> dict[str, float]:
@@ -284,23 +314,17 @@ def device_rates(config: DecoderConfig, recipe: Recipe, tokens: int) -> Rates:
     )
 
 
-def room(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int) -> tuple[TrainFormats, int]:
-    """The formats beside which the cache holds most sequences, and its tokens; of equals the first of FORMATS.
+def formats_beside(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int) -> TrainFormats:
+    """The formats beside which the cache holds most sequences; of equals the first of FORMATS.
 
     Layers are computed again only where no sequence fits otherwise.
 
     Raises:
         ValueError: not even then.
     """
-    row = config.head_dim + 4 if recipe.kv_cache == "fp8" else 2 * config.head_dim
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * row
-    held = forward_bytes(config, recipe, on_gpu=True)
-    frozen = held.stored + held.operands  # of the reference
 
     def tokens(formats: TrainFormats) -> int:
-        step = needed_bytes(config, recipe, max(work.microbatch_tokens, work.longest), formats)
-        left = free_bytes - step - frozen
-        return min(int(left * CACHE_SHARE / token_bytes), work.num_sequences * work.longest_in_pages)
+        return cache_tokens(config, recipe, work, formats, free_bytes)
 
     formats = max((each for each in FORMATS if not each.recompute_layers), key=tokens)
     if tokens(formats) < work.longest_in_pages:
@@ -310,4 +334,15 @@ def room(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int)
             f"the keys and values of one sequence of {work.longest} tokens do not fit beside the step into "
             f"{binary_size(free_bytes)}. Give fewer --completion-tokens, --kv-cache fp8, or a smaller model"
         )
-    return formats, tokens(formats)
+    return formats
+
+
+def cache_tokens(config: DecoderConfig, recipe: Recipe, work: StepWork, formats: TrainFormats, free_bytes: int) -> int:
+    """Of the cache beside a step in these formats, and no more than the step needs."""
+    row = config.head_dim + 4 if recipe.kv_cache == "fp8" else 2 * config.head_dim
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * row
+    held = forward_bytes(config, recipe, on_gpu=True)
+    frozen = held.stored + held.operands  # of the reference
+    step = needed_bytes(config, recipe, max(work.microbatch_tokens, work.longest), formats)
+    left = free_bytes - step - frozen
+    return min(int(left * CACHE_SHARE / token_bytes), work.num_sequences * work.longest_in_pages)

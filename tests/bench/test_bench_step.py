@@ -1,5 +1,6 @@
 """`octavo bench step`: a step on a CPU, its prediction by hand, what the cache gets, and what is refused."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.bench import step, step_sampled
+from octavo.bench import results, step, step_sampled
 from octavo.bench.rollout import random_decoder, step_bytes
 from octavo.bench.step import (
     PHASES,
@@ -15,10 +16,12 @@ from octavo.bench.step import (
     StepTime,
     StepWork,
     bench_step,
+    build,
+    cache_tokens,
+    formats_beside,
     predicted_seconds,
-    room,
-    run_step,
-    step_time,
+    step_times,
+    whole_step,
 )
 from octavo.bench.step_sampled import sampled_step
 from octavo.bench.train import FORMATS, model_flops, needed_bytes
@@ -48,7 +51,8 @@ def test_every_phase_of_a_step_runs_and_trains(recipe, kv_cache, formats, monkey
     monkeypatch.setattr(step, "run_step", spying)
     chosen = get_recipe(recipe, kv_cache=kv_cache)
     work = replace(WORK, completion_tokens=20)
-    time = bench_step(*read_config(MODEL), chosen, work, RATES, formats, 2 * 32, device="cpu")
+    models = build(*read_config(MODEL), chosen, formats, work.longest, device="cpu")
+    time = bench_step(models, work, RATES, 2 * 32)
     assert [entry[:2] for entry in seen] == [(16, 2), (20, 4)], "a short step first, two updates each"
     assert seen[0][2] + 2 == seen[1][2] and seen[1][3] < seen[1][4], "bytes follow each update"
     assert time.at_once == 2 and tuple(time.measured) == tuple(time.predicted) == PHASES
@@ -74,9 +78,8 @@ def test_samples_add_up_to_a_step(monkeypatch):
     work = StepWork(
         completion_tokens=20, prompt_tokens=4, num_prompts=4, group_size=3, num_mini_batches=2, microbatch_tokens=48
     )
-    found = bench_step(
-        *read_config(MODEL), get_recipe("block128"), work, RATES, FORMATS[0], 5 * 32, device="cpu", run=sampled_step
-    ).measured
+    models = build(*read_config(MODEL), get_recipe("block128"), FORMATS[0], work.longest, device="cpu")
+    found = bench_step(models, work, RATES, 5 * 32, sampled_step).measured
     assert tuple(found) == PHASES
     # Six sequences of 24 tokens make up a mini-batch, two a microbatch: three of these, one of which runs.
     assert found["old_logprobs"] == found["reference"] == pytest.approx(3 * 2)
@@ -88,9 +91,10 @@ def test_samples_add_up_to_a_step(monkeypatch):
 
 
 def test_samples_run_on_a_cpu():
+    models = build(*read_config(MODEL), get_recipe("block128"), FORMATS[0], WORK.longest, device="cpu")
+
     def measure(work):
-        arguments = *read_config(MODEL), get_recipe("block128"), work, RATES, FORMATS[0]
-        return bench_step(*arguments, 3 * 16, device="cpu", run=sampled_step)
+        return bench_step(models, work, RATES, 3 * 16, sampled_step)
 
     time = measure(WORK)
     assert time.at_once == 3 and all(time.measured[phase] > 0.0 for phase in PHASES)
@@ -125,12 +129,17 @@ def test_the_cache_gets_what_the_rest_leaves():
     config, recipe = read_config(MODEL)[0], get_recipe("block128")
     held = forward_bytes(config, recipe, True)
     frozen, least = held.stored + held.operands, needed_bytes(config, recipe, 32, FORMATS[2])
-    assert room(config, recipe, WORK, 2**40) == (FORMATS[0], 64), "all four sequences, and nothing made smaller"
+
+    def room(free_bytes):
+        formats = formats_beside(config, recipe, WORK, free_bytes)
+        return formats, cache_tokens(config, recipe, WORK, formats, free_bytes)
+
+    assert room(2**40) == (FORMATS[0], 64), "all four sequences, and nothing made smaller"
     token = 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4)
     free = least + frozen + int(40 * token / step.CACHE_SHARE) + 1
-    assert room(config, recipe, WORK, free) == (FORMATS[2], 40)
+    assert room(free) == (FORMATS[2], 40)
     with pytest.raises(ValueError, match="keys and values of one sequence of 16 tokens do not fit beside the step"):
-        room(config, recipe, WORK, frozen)
+        room(frozen)
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch):
@@ -142,9 +151,9 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
     monkeypatch.setattr(step, "require_cuda", lambda what: None)
     monkeypatch.setattr(step, "require_kernels", lambda device, precision: None)
     with pytest.raises(ValueError, match="recipe 'fp8_channel' has no backward"):
-        step_time(*read_config(MODEL), get_recipe("fp8_channel"), WORK)
+        next(step_times(*read_config(MODEL), get_recipe("fp8_channel"), [WORK]))
     with pytest.raises(ValueError, match="positions. Give fewer --prompt-tokens or --completion-tokens"):
-        step_time(*read_config(MODEL), get_recipe("block128"), replace(WORK, completion_tokens=10**6))
+        next(step_times(*read_config(MODEL), get_recipe("block128"), [WORK, replace(WORK, completion_tokens=10**6)]))
 
 
 def test_the_command_prints_phases_or_json(monkeypatch):
@@ -153,7 +162,7 @@ def test_the_command_prints_phases_or_json(monkeypatch):
         work=WORK, formats="x", at_once=3, cache_tokens=48, measured=times, predicted={phase: 1.0 for phase in PHASES}
     )
     asked = []
-    monkeypatch.setattr(step, "step_time", lambda *given: asked.append(given[3]) or time)
+    monkeypatch.setattr(step, "step_times", lambda *given: asked.extend(given[3]) or [time])
     arguments = [
         "bench",
         "step",
@@ -176,6 +185,39 @@ def test_the_command_prints_phases_or_json(monkeypatch):
 
 @pytest.mark.gpu
 def test_it_measures_a_step_on_a_gpu():
-    for run in (run_step, sampled_step):
-        time = step_time(*read_config(MODEL), get_recipe("block128"), replace(WORK, completion_tokens=30), run)
+    works = [WORK, replace(WORK, completion_tokens=30)]
+    whole = list(step_times(*read_config(MODEL), get_recipe("block128"), works, whole_step))
+    for time in (*whole, *step_times(*read_config(MODEL), get_recipe("block128"), works[1:], sampled_step)):
         assert time.at_once == 4 and all(seconds > 0.0 for seconds in time.measured.values())
+
+
+def test_the_script_sets_later_calls_beside_bf16(tmp_path, monkeypatch):
+    script = importlib.import_module("step")  # of benchmarks/
+    asked = []
+
+    def times(config, hf_config, recipe, works, run):
+        asked.append((recipe.name, recipe.kv_cache, [work.completion_tokens for work in works], run))
+        seconds = {"bf16": 3.0, "block128": 2.0}[recipe.name]
+        for work in works:
+            phases = dict.fromkeys(PHASES, seconds * work.completion_tokens / 1024)
+            yield StepTime(work=work, formats="x", at_once=3, cache_tokens=48, measured=phases, predicted=phases)
+
+    monkeypatch.setattr(script, "step_times", times)
+    monkeypatch.setattr(results, "_commit", lambda: "f00")
+    monkeypatch.setenv("OUT", str(tmp_path))
+
+    def run(*arguments):
+        monkeypatch.setattr(script.sys, "argv", ["step.py", *arguments])
+        script.main()
+        return results.read_results(tmp_path / "step.json")
+
+    run("sampled", "bf16", "8192")
+    rows = run("sampled", "block128+kv8", "2048", "8192")
+    assert asked == [("bf16", "bf16", [8192], sampled_step), ("block128", "fp8", [2048, 8192], sampled_step)]
+    row = rows["step/qwen3-8b/8192/block128+kv8, sampled speedup_vs_bf16"]
+    assert (row.value, row.goal, row.met) == (1.5, 1.5, True)
+    assert rows["step/qwen3-8b/2048/block128+kv8, sampled/update seconds"].value == 4.0
+    assert "step/qwen3-8b/2048/block128+kv8, sampled speedup_vs_bf16" not in rows, "no BF16 of that length"
+    assert "in 48 tokens of KV" in rows["step/qwen3-8b/8192/bf16, sampled tok_s"].note
+    with pytest.raises(SystemExit, match="no '512'; name some of sampled bf16 block128"):
+        run("512")

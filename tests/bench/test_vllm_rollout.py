@@ -62,6 +62,7 @@ def test_the_protocols_are_those_of_rollout(fake, tmp_path):
     assert warm_up == [(128, 512, 16), (4, 4096, 2)]
     assert measured == [(256, 512, 1024), (128, 4096, 1), (128, 4096, 512)]
     assert llm.options["kv_cache_dtype"] == "fp8" and not llm.options["enforce_eager"]
+    assert 128 in llm.options["compilation_config"]["cudagraph_capture_sizes"], "a graph of the batch itself"
     rows = read_results(tmp_path / "vllm_rollout.json")
     assert list(rows) == [f"{protocol}/qwen3-8b/block128+kv8 tok_s" for protocol in ("A", "B1", "B2")]
     assert all(row.note.startswith("vLLM 0.24.0, up in ") for row in rows.values())
