@@ -111,6 +111,13 @@ def vllm_row(engine: VLLMConfig, rollout: Recipe, shape: DecoderConfig) -> Row:
     if not (os.path.isdir(engine.transfer_dir) and os.access(engine.transfer_dir, os.W_OK | os.X_OK)):
         detail = f"rollout.engine.transfer_dir={engine.transfer_dir!r} is no folder that can be written"
         return _row("vLLM", "FAIL", detail, "give one, on a disk or in memory")
+    size, num_gpus = engine.tensor_parallel_size, torch.cuda.device_count()
+    if torch.cuda.is_available() and size > num_gpus:
+        detail = f"rollout.engine.tensor_parallel_size={size}, and GPUs here: {num_gpus}"
+        return _row("vLLM", "FAIL", detail, f"give {num_gpus} or fewer")
+    if shape.num_heads % size:
+        detail = f"rollout.engine.tensor_parallel_size={size} does not divide the model's {shape.num_heads} heads"
+        return _row("vLLM", "FAIL", detail, "give a divisor")
     inner = ("q_proj", "k_proj", "gate_proj")  # all but the last part of what vLLM runs as one weight
     refused = [
         f"{name}: {rows}"

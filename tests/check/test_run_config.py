@@ -62,6 +62,22 @@ def test_vllm_as_the_engine_is_looked_for_and_the_models_widths_held_to_it(tmp_p
     assert {vllm_row(recipe, narrow).status for recipe in (get_recipe("bf16"), kept)} == {"OK"}
 
 
+def test_vllm_is_split_over_gpus_that_are_there_and_over_whole_heads(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_config, "supported_release", lambda: "0.24.0")
+    shape, _ = read_config(TINY_MODEL)
+
+    def row(size):
+        return run_config.vllm_row(VLLMConfig(tensor_parallel_size=size), get_recipe("bf16"), shape)
+
+    assert row(1).status == row(shape.num_heads).status == "OK", "a CPU has no number of devices"
+    assert row(3).status == "FAIL" and f"=3 does not divide the model's {shape.num_heads} heads" in row(3).detail
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = row(2)
+    assert found.status == "FAIL" and "=2, and GPUs here: 1" in found.detail
+    assert found.next_step == "give 1 or fewer" and row(1).status == "OK"
+
+
 @pytest.mark.parametrize("missing", [True, False], ids=["missing", "a file"])
 def test_weights_on_their_way_to_vllm_need_a_folder(tmp_path, monkeypatch, missing):
     monkeypatch.setattr(run_config, "supported_release", lambda: "0.32.0")
