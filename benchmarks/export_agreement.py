@@ -4,9 +4,10 @@
     PYTHONPATH=. .venv-verl/bin/python benchmarks/export_agreement.py MODEL [--device cuda] [--problems 8]
 
 MODEL is a Hugging Face folder. It is written as a block-FP8 folder, whose bytes are then read by all: octavo's
-`block128` beside vLLM, and octavo's `w8a16` beside transformers, which on a CPU decodes the weights. The text is problems
-of GSM8K with their solutions, from $OCTAVO_DATA. Writes benchmarks/results/export_agreement.json (under $OUT if that is
-set), which keeps the figures of other models. On a CPU vLLM's block kernel is emulated (tests/verl/vllm_on_cpu.py).
+`block128` beside vLLM, and octavo's `w8a16` beside transformers, which on a CPU decodes the weights. The text is
+problems of GSM8K with their solutions, from $OCTAVO_DATA. Writes benchmarks/results/export_agreement.json (under $OUT
+if that is set), which keeps the figures of other models. On a CPU vLLM's block kernel is emulated
+(tests/verl/vllm_on_cpu.py).
 """
 
 from __future__ import annotations
