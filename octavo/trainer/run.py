@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from octavo.kernels.device import Kernels, choose_kernels, require_kernels, runs_kernels
 from octavo.models.checkpoint import load_decoder, weight_files
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import Decoder, drop_masters_
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import get_recipe
@@ -326,7 +326,7 @@ def policy_steps(config: TrainConfig, done: int = 0) -> int:
 
 
 def load_reference(config: TrainConfig) -> Decoder | None:
-    """The frozen model that training started from, when a KL penalty needs it: its own bytes, no gradient."""
+    """The frozen model that training started from, when a KL penalty needs it: its own bytes, and no masters."""
     if config.algorithm.kl.coefficient == 0.0:
         return None
     reference = load_decoder(
@@ -338,6 +338,7 @@ def load_reference(config: TrainConfig) -> Decoder | None:
         master_format=config.optimizer.master_format,
     )
     check_observed(declared_flow(config).graph("reference"), reference, packed_cache(reference))
+    drop_masters_(reference)
     return reference.requires_grad_(False)
 
 
