@@ -234,7 +234,7 @@ def test_every_phase_of_a_run_takes_what_is_planned(precision, recompute, tmp_pa
     pretend_cuda(monkeypatch)
     pretend_finite(monkeypatch)
     pretend_to_measure(monkeypatch, allocations)
-    monkeypatch.setattr(training, "StepClock", lambda device: StepClock("cuda"))
+    monkeypatch.setattr(training, "StepClock", lambda device, uncounted_bytes: StepClock("cuda", uncounted_bytes))
     monkeypatch.setattr(training, "planned", lambda config: plan)
     with allocations:
         train_quietly(replace(config, device="cpu"), tmp_path / "log")
