@@ -161,7 +161,6 @@ class LentMemory:
         """
         if self._mapped:
             return False
-        torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         with ExitStack() as undo:
             undo.callback(_unmap, self._mapped)
