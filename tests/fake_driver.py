@@ -1,11 +1,13 @@
 """NVIDIA's driver as far as memory goes, over memory of the host."""
 
 import ctypes
+import gc
 import mmap
 
 import torch
 
 from octavo.rollout import kv_cache, lent_memory
+from octavo.rollout.lent_memory import SIGNATURES
 
 LENT, STALE = 0xFF, 0x7F
 """Bytes of memory that is lent, and of what comes back: NaN in FP8, 0xFF in FP32 and BF16, too."""
@@ -13,7 +15,10 @@ OUT_OF_MEMORY = 2
 
 
 class FakeDriver:
-    """Addresses are those of anonymous maps; `calls` names what was called and `faults` fails calls by name and count.
+    """Functions that C calls, by the signatures that libcuda is called by.
+
+    `calls` names what was called, `faults` fails calls by name and count, and `broken` has what the driver would not
+    have taken.
 
     Args:
         free: bytes of physical memory.
@@ -22,75 +27,85 @@ class FakeDriver:
 
     def __init__(self, free=2**40, granularity=4096):
         self.free, self.granularity = free, granularity
-        self.calls, self.faults = [], {}
+        self.calls, self.faults, self.broken = [], {}, []
         self.reserved, self.mapped, self.handles, self.accessible = {}, {}, {}, set()
 
     def __getattr__(self, name):
         def function(*arguments):
             self.calls.append(name)
-            code = self.faults.get((name, self.calls.count(name)), 0)
-            return code or getattr(self, f"_{name}")(*arguments) or 0
+            try:
+                return self.faults.get((name, self.calls.count(name))) or getattr(self, f"_{name}")(*arguments) or 0
+            except (AssertionError, LookupError) as error:  # which C would swallow
+                self.broken.append(error)
+                return 999
 
-        return function
+        if name not in SIGNATURES:
+            raise AttributeError(name)
+        return ctypes.CFUNCTYPE(ctypes.c_int, *SIGNATURES[name])(function)
 
-    def cuGetErrorString(self, code, text):
-        text._obj.value = {2: b"out of memory", 801: b"operation not supported"}.get(code, b"invalid value")
-        return 0
+    def _cuGetErrorString(self, code, text):
+        text[0] = {2: b"out of memory", 801: b"operation not supported"}.get(code)
 
     def _cuMemGetAllocationGranularity(self, size, properties, option):
-        location = properties._obj.location
-        assert (properties._obj.type, location.type, location.id, option) == (1, 1, 0, 0)
-        size._obj.value = self.granularity
+        self._check_properties(properties[0])
+        assert option == 0
+        size[0] = self.granularity
 
     def _cuMemAddressReserve(self, address, size, alignment, at, flags):
-        assert size > 0 and size % self.granularity == 0
+        assert size > 0 and size % self.granularity == alignment == at == flags == 0
         memory = mmap.mmap(-1, size)
-        address._obj.value = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.reserved[address._obj.value] = size, memory
-        self._fill(address._obj.value, size, LENT)
+        address[0] = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.reserved[address[0]] = size, memory
+        ctypes.memset(address[0], LENT, size)
 
     def _cuMemCreate(self, handle, size, properties, flags):
-        assert size > 0 and size % self.granularity == 0
+        self._check_properties(properties[0])
+        assert size > 0 and size % self.granularity == flags == 0
         if size > self.free:
             return OUT_OF_MEMORY
         self.free -= size
-        handle._obj.value = len(self.calls)
-        self.handles[handle._obj.value] = size
+        handle[0] = 2**40 + len(self.calls)
+        self.handles[handle[0]] = size
         return 0
 
     def _cuMemMap(self, address, size, offset, handle, flags):
-        assert self.handles[handle.value] == size and address not in self.mapped and offset == 0
-        kept = bytes((ctypes.c_ubyte * size).from_address(address))
-        assert kept == bytes([LENT]) * size, "written while it was lent"
-        self._fill(address, size, STALE)
+        assert self.handles[handle] == size and address not in self.mapped and offset == flags == 0
+        assert ctypes.string_at(address, size) == bytes([LENT]) * size, "written while it was lent"
+        ctypes.memset(address, STALE, size)
         self.mapped[address] = size
-        self.handles[handle.value] = 0  # to be freed with the mapping
+        self.handles[handle] = 0  # to be freed with the mapping
 
     def _cuMemSetAccess(self, address, size, access, count):
-        assert (access._obj.location.type, access._obj.location.id, access._obj.flags, count) == (1, 0, 3, 1)
-        assert sum(self.mapped.values()) >= size
+        location = access[0].location
+        assert (location.type, location.id, access[0].flags, count) == (1, 0, 3, 1)
+        assert sum(part for at, part in self.mapped.items() if address <= at < address + size) == size
         self.accessible.add(address)
 
     def _cuMemUnmap(self, address, size):
         assert self.mapped.pop(address) == size
         self.free += size
-        self._fill(address, size, LENT)
+        ctypes.memset(address, LENT, size)
         self.accessible.discard(address)
 
     def _cuMemRelease(self, handle):
-        self.free += self.handles.pop(handle.value)
+        self.free += self.handles.pop(handle)
 
     def _cuMemAddressFree(self, address, size):
-        assert self.reserved.pop(address)[0] == size
         assert not any(address <= at < address + size for at in self.mapped), "unmap it first"
+        assert self.reserved.pop(address)[0] == size
 
-    def _fill(self, address, size, byte):
-        ctypes.memset(address, byte, size)
+    def _check_properties(self, properties):
+        location = properties.location
+        assert (properties.type, properties.handle_types, location.type, location.id) == (1, 0, 1, 0)
+        assert not properties.win32_meta_data and bytes(properties.flags) == bytes(8)
 
 
-def pretend_driver(monkeypatch, **settings):
-    """A driver for this process, and caches of a CPU that can lend; what torch is asked of its GPU is among `calls`."""
-    driver = FakeDriver(**settings)
+def pretend_driver(monkeypatch):
+    """A driver for this process, and caches of a CPU that can lend; what torch is asked of its GPU is among `calls`.
+
+    A generator, for a fixture: yields the driver, and in the end has seen nothing wrong.
+    """
+    driver = FakeDriver()
     monkeypatch.setattr(lent_memory, "cuda_driver", lambda: driver)
     monkeypatch.setattr(lent_memory, "as_tensor", host_tensor)
     monkeypatch.setattr(
@@ -101,7 +116,9 @@ def pretend_driver(monkeypatch, **settings):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver.free, 2**40))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2**30)
-    return driver
+    yield driver
+    gc.collect()  # memory that a test left
+    assert not driver.broken and not driver.reserved and not driver.handles
 
 
 def host_tensor(span):

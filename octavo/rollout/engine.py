@@ -50,7 +50,7 @@ class EngineConfig:
     """Run decode steps as CUDA graphs, where kernels run."""
     lend_memory: bool = False
     """Give the KV cache's memory to training between rollouts, and take it back: larger caches and microbatches, and
-    some tenths of a second a step. For a CUDA device."""
+    some time in each step (docs/memory.md). For a CUDA device."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "kv_cache_tokens", "max_sequences", "max_prefill_tokens", "decode_steps"):

@@ -26,7 +26,6 @@ OUT_OF_MEMORY = 2
 """The driver's code."""
 PINNED, ON_DEVICE, READ_WRITE = 1, 1, 3
 """What is asked of the driver: memory that stays on its device, to be read and written there."""
-_Address = ctypes.c_ulonglong
 
 
 class Location(ctypes.Structure):
@@ -53,6 +52,22 @@ class Access(ctypes.Structure):
     _fields_ = [("location", Location), ("flags", ctypes.c_int)]
 
 
+_size, _flags = ctypes.c_size_t, ctypes.c_ulonglong
+_address = _handle = ctypes.c_ulonglong
+SIGNATURES: dict[str, list[Any]] = {
+    "cuMemGetAllocationGranularity": [ctypes.POINTER(_size), ctypes.POINTER(Properties), ctypes.c_int],
+    "cuMemAddressReserve": [ctypes.POINTER(_address), _size, _size, _address, _flags],
+    "cuMemCreate": [ctypes.POINTER(_handle), _size, ctypes.POINTER(Properties), _flags],
+    "cuMemMap": [_address, _size, _size, _handle, _flags],
+    "cuMemSetAccess": [_address, _size, ctypes.POINTER(Access), _size],
+    "cuMemUnmap": [_address, _size],
+    "cuMemRelease": [_handle],
+    "cuMemAddressFree": [_address, _size],
+    "cuGetErrorString": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
+}
+"""Arguments of the driver's functions; each returns a code, 0 for success."""
+
+
 @functools.cache
 def cuda_driver() -> Any:
     """libcuda, loaded when it is first asked for.
@@ -66,18 +81,7 @@ def cuda_driver() -> Any:
         raise ValueError(
             f"rollout.engine.lend_memory=true needs NVIDIA's driver, which cannot be loaded: {error}. Set it to false"
         ) from error
-    size, flags, handle = ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_ulonglong
-    for name, arguments in {
-        "cuMemGetAllocationGranularity": [ctypes.POINTER(size), ctypes.POINTER(Properties), ctypes.c_int],
-        "cuMemAddressReserve": [ctypes.POINTER(_Address), size, size, _Address, flags],
-        "cuMemCreate": [ctypes.POINTER(handle), size, ctypes.POINTER(Properties), flags],
-        "cuMemMap": [_Address, size, size, handle, flags],
-        "cuMemSetAccess": [_Address, size, ctypes.POINTER(Access), size],
-        "cuMemUnmap": [_Address, size],
-        "cuMemRelease": [handle],
-        "cuMemAddressFree": [_Address, size],
-        "cuGetErrorString": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
-    }.items():
+    for name, arguments in SIGNATURES.items():
         getattr(driver, name).argtypes = arguments
     return driver
 
@@ -123,7 +127,7 @@ class LentMemory:
         self._mapped: list[tuple[int, int]] = []
         location = Location(ON_DEVICE, torch.cuda.current_device() if device.index is None else device.index)
         self._properties, self._access = Properties(PINNED, 0, location), Access(location, READ_WRITE)
-        granularity, address = ctypes.c_size_t(), _Address()
+        granularity, address = _size(), _address()
         try:
             call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
             self._chunk_bytes = filled_up(CHUNK_BYTES, granularity.value)
@@ -175,7 +179,7 @@ class LentMemory:
 
     def _map(self, address: int, size: int) -> None:
         """Physical memory, which lives as long as it is mapped."""
-        handle = ctypes.c_ulonglong()
+        handle = _handle()
         call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), 0)
         try:
             call("cuMemMap", address, size, 0, handle, 0)

@@ -22,8 +22,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def driver(monkeypatch):
     monkeypatch.setattr(lent_memory, "CHUNK_BYTES", 10_000)  # 12,288 whole pages
-    yield pretend_driver(monkeypatch)
-    gc.collect()  # what a test left is freed here
+    yield from pretend_driver(monkeypatch)
 
 
 def tensors_of(cache):

@@ -26,8 +26,7 @@ def driver(monkeypatch):
         return Engine(decoder, replace(config.rollout.engine, lend_memory=True), stops)
 
     monkeypatch.setattr(training_run, "make_engine", make_engine)
-    yield pretend_driver(monkeypatch)
-    gc.collect()
+    yield from pretend_driver(monkeypatch)
 
 
 def test_the_cache_is_there_for_sampling_alone(driver, tmp_path, monkeypatch):
