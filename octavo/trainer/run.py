@@ -306,6 +306,8 @@ def in_bf16(run: Run) -> Run:
     Its decoder re-quantises itself alone; re-quantise the others when the run is back with them.
     """
     policy = run.policy.with_recipe(get_recipe("bf16"))
+    if isinstance(run.engine, Engine):
+        run.engine.lend()  # one KV cache at a time
     engine = make_engine(run.config, policy, tuple(run.engine.stop_token_ids), run.display, vllm=None)
     shadow = policy if run.shadow is run.policy else run.shadow
     return replace(run, config=replace(run.config, calibration=None), policy=policy, engine=engine, shadow=shadow)
