@@ -73,7 +73,7 @@ class StepTime:
     peak_bytes: int
     """Most memory of tensors; 0 on a CPU."""
     planned_bytes: int
-    """The same by the plan, cache included."""
+    """The same by the plan, with the cache unless it is lent."""
     measured: dict[str, float]
     """Phase -> seconds."""
     predicted: dict[str, float]
@@ -152,18 +152,21 @@ def bench_step(
     """A step with a cache of so many tokens."""
     policy, on_gpu = models.policy, models.policy.embed_tokens.is_cuda
     at_once = min(work.num_sequences, num_cache_tokens // work.longest_in_pages)
-    engine = Engine(policy, EngineConfig(kv_cache_tokens=num_cache_tokens, max_sequences=at_once), [])
+    engine_config = EngineConfig(kv_cache_tokens=num_cache_tokens, max_sequences=at_once, lend_memory=work.lends_memory)
+    engine = Engine(policy, engine_config, [])
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     measured = (run or whole_step)(work, engine, models.reference, models.optimizer)
-    training = step_peak_bytes(policy.config, policy.recipe, work, models.formats)
+    planned = step_peak_bytes(policy.config, policy.recipe, work, models.formats)
+    if not work.lends_memory:  # which torch does not count
+        planned += num_cache_tokens * token_bytes(policy.config, policy.recipe)
     return StepTime(
         work=work,
         formats=str(models.formats),
         at_once=at_once,
         cache_tokens=num_cache_tokens,
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
-        planned_bytes=training + num_cache_tokens * token_bytes(policy.config, policy.recipe),
+        planned_bytes=planned,
         measured=measured,
         predicted=predicted_seconds(policy, work, rates, models.formats, at_once),
     )
@@ -193,6 +196,7 @@ def run_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: Opti
         completions = engine.generate(
             prompts, SamplingConfig(), max_completion_tokens=work.completion_tokens, group_size=work.group_size
         )
+        engine.lend()
     signs = 1.0 - 2.0 * (torch.arange(work.num_sequences) % 2)
     mini_batches = pack(
         completions,
