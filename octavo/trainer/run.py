@@ -167,6 +167,8 @@ def load_run(config: TrainConfig, display: Display, vllm: VLLMFactory | None = N
     sampler = policy if shares else policy.with_recipe(config.precision.rollout_recipe())
     engine = make_engine(config, sampler, stops, display, vllm)
     check_live(flow, policy, engine)
+    if isinstance(engine, Engine):
+        engine.lend()  # what is loaded next may take more than it keeps
     for line in flow_lines(flow):
         display.line(line)
     checks = [task.check, *(benchmark.task.check for benchmark in benchmarks)]
