@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from octavo.kernels.attention import StoredKV, attend, probability_dtype, store_kv
-from octavo.kernels.attention_backward import attention_backward
 from octavo.kernels.attention_kernels import LOG2_E
 from octavo.kernels.cast import cast_1x128
 from octavo.kernels.decode_attention import decode_attention
@@ -17,15 +16,12 @@ from octavo.kernels.triton_attention import (
     decode_tiles,
     decodes_fp8,
     packed_rows,
-    packed_tiles,
     tiles_of,
 )
 from octavo.numerics.error import relative_error
 from octavo.numerics.exact import mean_square
 
 NORM_EPS = 1e-6
-OURS = ("gluon", "triton")
-"""Back ends of the gradient that give the same bits every time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,66 +278,6 @@ def check_damage_is_seen(p):
         changed = (found[0] != wanted[index]).flatten(1).any(dim=1).nonzero().flatten().tolist()
         earliest = place if "page" not in what.split() else place // p.page_size * p.page_size
         assert changed and earliest <= changed[0] and changed[-1] < length, (what, changed)
-
-
-def check_backward(lengths, heads, back_end="triton", device="cpu"):
-    """Gradients of float64, as far as rounding weights and scores' gradients to BF16 allows; ours, every time the same.
-
-    Where torch's back ends share a KV head between query heads, they round each of their gradients to BF16 before
-    these are added.
-    """
-    (H, Hkv, Dh), T = heads, sum(lengths)
-    q, k, v, d_out = (torch.randn(T, n, Dh, device=device).bfloat16() for n in (H, Hkv, Hkv, H))
-    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
-    tiles, scale = packed_tiles(cu_seqlens, T, H // Hkv, Dh), Dh**-0.5
-    out, logsumexp = attention_forward(q, k, v, None, None, tiles.forward, scale)
-    arguments = (d_out, q, k, v, out, logsumexp, cu_seqlens, tiles, scale, back_end)
-    found = attention_backward(*arguments)
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    pieces = zip(*(x.split(lengths) for x in leaves), strict=True)
-    whole = []
-    for piece in pieces:
-        if len(piece[0]):
-            q_n, k_n, v_n = (x.repeat_interleave(H // x.shape[1], dim=1).transpose(0, 1) for x in piece)
-            whole.append(torch.nn.functional.scaled_dot_product_attention(q_n, k_n, v_n, is_causal=True, scale=scale))
-    torch.cat(whole, dim=1).transpose(0, 1).backward(d_out.double())
-    for name, x, leaf in zip("qkv", found, leaves, strict=True):
-        if T == len(lengths) and name != "v":  # a lone key has all the weight, whatever its score
-            assert not leaf.grad.any() and x.abs().max() < 1e-4, name
-            continue
-        error, floor = relative_error(x, leaf.grad), relative_error(leaf.grad.bfloat16(), leaf.grad)
-        # Beside the result, p or the gradients of scores are rounded to BF16, and delta is of a rounded output.
-        margin = 2.0 if back_end in OURS else 3.0
-        assert leaf.grad.abs().max() > 0.1 and error <= margin * floor, f"{name}: error {error:.3g}, floor {floor:.3g}"
-    if back_end in OURS:
-        assert all(torch.equal(a, b) for a, b in zip(found, attention_backward(*arguments), strict=True))
-
-
-def check_backward_alone(lengths, heads, back_end, device="cpu"):
-    """A sequence's gradients have the bits that they have alone, and among neighbours of NaN."""
-    (H, Hkv, Dh), T = heads, sum(lengths)
-    q, k, v, d_out = (torch.randn(T, n, Dh, device=device).bfloat16() for n in (H, Hkv, Hkv, H))
-    boundaries = torch.tensor([0, *lengths], device=device).cumsum(0)
-    tiles = packed_tiles(boundaries, T, H // Hkv, Dh)
-    out, logsumexp = attention_forward(q, k, v, None, None, tiles.forward, Dh**-0.5)
-
-    def gradients(operands, edges):
-        tiles = packed_tiles(edges, len(operands[0]), H // Hkv, Dh)
-        return attention_backward(*operands, edges, tiles, Dh**-0.5, back_end)
-
-    operands = d_out, q, k, v, out, logsumexp
-    wanted, starts = gradients(operands, boundaries), boundaries.tolist()
-    assert all(x.isfinite().all() and x.abs().max() > 0.1 for x in wanted)
-    for start, length in zip(starts, lengths, strict=False):
-        rows = slice(start, start + length)
-        damaged = [torch.full_like(x, torch.nan) for x in operands]
-        for x, whole in zip(damaged, operands, strict=True):
-            x[rows] = whole[rows]
-        among = [x[rows] for x in gradients(damaged, boundaries)]
-        edges = torch.tensor([0, length], device=device)
-        alone = gradients([x[rows].contiguous() for x in operands], edges)
-        for name, whole, *others in zip("qkv", wanted, among, alone, strict=True):
-            assert all(torch.equal(x, whole[rows]) for x in others), f"{name} of the sequence of {length} at {start}"
 
 
 def transform_of(T, Dh, normed, device="cpu"):

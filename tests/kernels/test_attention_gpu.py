@@ -9,8 +9,6 @@ import pytest
 import torch
 from attention_checks import (
     assert_same,
-    check_backward,
-    check_backward_alone,
     check_bad_values,
     check_damage_is_seen,
     check_every_length,
@@ -24,6 +22,7 @@ from attention_checks import (
     problem,
 )
 from attention_layers import check_cache_equals_packed, check_gradients
+from gradient_checks import check_backward, check_backward_alone
 
 from octavo.kernels import attention_gradients
 from octavo.kernels.attention import StoredKV

@@ -91,6 +91,7 @@ def test_forward_in_the_interpreter():
 def test_backward_and_heads_in_the_interpreter():
     interpreted(
         "from attention_checks import *\n"
+        "from gradient_checks import *\n"
         "check_backward([70, 1, 0, 20], (4, 2, 64))\n"
         "check_backward([30, 5], (7, 1, 96))\n"
         "check_heads(19, (4, 2, 64), 'fp8', False)\n"
