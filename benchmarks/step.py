@@ -13,15 +13,18 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from train import SHAPES
 
 from octavo.bench.results import Results, Row
-from octavo.bench.step import StepTime, StepWork, step_times, whole_step
+from octavo.bench.step import StepTime, step_times, whole_step
+from octavo.bench.step_plan import StepWork
 from octavo.bench.step_sampled import sampled_step
 from octavo.models.config import decoder_config
 from octavo.numerics.recipe import get_recipe
+from octavo.trainer.memory import GIB
 
 LENGTHS = ("1024", "2048", "4096", "8192", "16384")
 PRECISIONS = {"bf16": ("bf16", "bf16"), "block128": ("block128", "bf16"), "block128+kv8": ("block128", "fp8")}
@@ -46,6 +49,10 @@ def rows_of(case: str, time: StepTime, bf16_tok_s: float | None) -> list[Row]:
     room = f"{time.at_once} sequences at once in {time.cache_tokens:,} tokens of KV"
     note = f"{time.seconds:.1f} s a step, {room}; {time.formats}"
     rows.append(Row(case=case, metric="tok_s", value=time.tok_s, unit="tok/s", note=note))
+    if time.peak_bytes:
+        off, note = abs(time.planned_bytes / time.peak_bytes - 1.0), f"planned {time.planned_bytes / GIB:.1f} GiB"
+        peak = Row(case=case, metric="peak_gib", value=time.peak_bytes / GIB, unit="GiB", better="lower", note=note)
+        rows += [peak, replace(peak, metric="plan_off", value=off, unit="share", goal=0.05)]
     if bf16_tok_s is not None:
         goal = GOAL if time.work.completion_tokens == 8192 and "kv8" in case else None
         rows.append(Row(case=case, metric="speedup_vs_bf16", value=time.tok_s / bf16_tok_s, unit="x", goal=goal))

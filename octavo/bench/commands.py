@@ -156,7 +156,8 @@ def bench_step(
     from rich.console import Console
 
     from octavo.bench.page import show_steps
-    from octavo.bench.step import StepWork, step_times, whole_step
+    from octavo.bench.step import step_times, whole_step
+    from octavo.bench.step_plan import StepWork
     from octavo.bench.step_sampled import sampled_step
     from octavo.models.config import read_config
     from octavo.numerics.recipe import get_recipe

@@ -26,7 +26,8 @@ from transformers import PretrainedConfig
 from octavo.bench.gemm import linears_of, random_linear
 from octavo.bench.measure import copy_speed, milliseconds, require_cuda
 from octavo.bench.rollout import random_decoder, step_bytes
-from octavo.bench.train import FORMATS, TrainFormats, accumulate, check_length, model_flops, needed_bytes, wait
+from octavo.bench.step_plan import StepWork, cache_tokens, formats_beside, step_peak_bytes, token_bytes
+from octavo.bench.train import TrainFormats, accumulate, check_length, model_flops, wait
 from octavo.kernels.device import require_kernels
 from octavo.models.config import DecoderConfig
 from octavo.models.decoder import Decoder
@@ -34,7 +35,6 @@ from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.batch import Microbatch, MiniBatch, pack
 from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.sampler import SamplingConfig
-from octavo.trainer.memory import binary_size
 from octavo.trainer.memory_held import count_parameters, forward_bytes, master_bytes, moment_bytes
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import packed_logprobs
@@ -42,48 +42,8 @@ from octavo.trainer.policy import packed_logprobs
 PHASES = ("rollout", "old_logprobs", "reference", "shadow", "update", "weight_update")
 WARM_UP_TOKENS = 16
 """Of a completion in the first step."""
-CACHE_SHARE = 0.95
-"""Of the bytes that are left for keys and values."""
-
-PAGE_SIZE = EngineConfig.page_size
-
-RunStep = Callable[["StepWork", Engine, Decoder, Optimizer], dict[str, float]]
+RunStep = Callable[[StepWork, Engine, Decoder, Optimizer], dict[str, float]]
 """Phase -> seconds of a step of the policy of an engine, a frozen reference and an optimiser."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """What a step does."""
-
-    completion_tokens: int
-    """Of each completion."""
-    prompt_tokens: int = 512
-    num_prompts: int = 8
-    group_size: int = 8
-    num_mini_batches: int = 4
-    microbatch_tokens: int = 16384
-
-    def __post_init__(self) -> None:
-        if self.num_prompts % self.num_mini_batches:
-            raise ValueError(
-                f"{self.num_prompts} prompts do not make up {self.num_mini_batches} mini-batches of whole groups. Give "
-                f"a multiple"
-            )
-
-    @property
-    def num_sequences(self) -> int:
-        """Completions."""
-        return self.num_prompts * self.group_size
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a sequence."""
-        return self.prompt_tokens + self.completion_tokens
-
-    @property
-    def longest_in_pages(self) -> int:
-        """Tokens of the pages of a sequence."""
-        return -(-self.longest // PAGE_SIZE) * PAGE_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +70,10 @@ class StepTime:
     """Sequences that decode together: as many as the cache holds."""
     cache_tokens: int
     """Of the cache: what is left beside the rest, or all that the step needs."""
+    peak_bytes: int
+    """Most memory of tensors; 0 on a CPU."""
+    planned_bytes: int
+    """The same by the plan, cache included."""
     measured: dict[str, float]
     """Phase -> seconds."""
     predicted: dict[str, float]
@@ -186,15 +150,22 @@ def bench_step(
     models: Trained, work: StepWork, rates: Rates, num_cache_tokens: int, run: RunStep | None = None
 ) -> StepTime:
     """A step with a cache of so many tokens."""
+    policy, on_gpu = models.policy, models.policy.embed_tokens.is_cuda
     at_once = min(work.num_sequences, num_cache_tokens // work.longest_in_pages)
-    engine = Engine(models.policy, EngineConfig(kv_cache_tokens=num_cache_tokens, max_sequences=at_once), [])
+    engine = Engine(policy, EngineConfig(kv_cache_tokens=num_cache_tokens, max_sequences=at_once), [])
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    measured = (run or whole_step)(work, engine, models.reference, models.optimizer)
+    training = step_peak_bytes(policy.config, policy.recipe, work, models.formats)
     return StepTime(
         work=work,
         formats=str(models.formats),
         at_once=at_once,
         cache_tokens=num_cache_tokens,
-        measured=(run or whole_step)(work, engine, models.reference, models.optimizer),
-        predicted=predicted_seconds(models.policy, work, rates, models.formats, at_once),
+        peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
+        planned_bytes=training + num_cache_tokens * token_bytes(policy.config, policy.recipe),
+        measured=measured,
+        predicted=predicted_seconds(policy, work, rates, models.formats, at_once),
     )
 
 
@@ -312,37 +283,3 @@ def device_rates(config: DecoderConfig, recipe: Recipe, tokens: int) -> Rates:
         bf16_tflop_s=forward(get_recipe("bf16")),
         train_tflop_s=3 * flops / train_ms / 1e9,
     )
-
-
-def formats_beside(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int) -> TrainFormats:
-    """The formats beside which the cache holds most sequences; of equals the first of FORMATS.
-
-    Layers are computed again only where no sequence fits otherwise.
-
-    Raises:
-        ValueError: not even then.
-    """
-
-    def tokens(formats: TrainFormats) -> int:
-        return cache_tokens(config, recipe, work, formats, free_bytes)
-
-    formats = max((each for each in FORMATS if not each.recompute_layers), key=tokens)
-    if tokens(formats) < work.longest_in_pages:
-        formats = FORMATS[-1]
-    if tokens(formats) < work.longest_in_pages:
-        raise ValueError(
-            f"the keys and values of one sequence of {work.longest} tokens do not fit beside the step into "
-            f"{binary_size(free_bytes)}. Give fewer --completion-tokens, --kv-cache fp8, or a smaller model"
-        )
-    return formats
-
-
-def cache_tokens(config: DecoderConfig, recipe: Recipe, work: StepWork, formats: TrainFormats, free_bytes: int) -> int:
-    """Of the cache beside a step in these formats, and no more than the step needs."""
-    row = config.head_dim + 4 if recipe.kv_cache == "fp8" else 2 * config.head_dim
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * row
-    held = forward_bytes(config, recipe, on_gpu=True)
-    frozen = held.stored + held.operands  # of the reference
-    step = needed_bytes(config, recipe, max(work.microbatch_tokens, work.longest), formats)
-    left = free_bytes - step - frozen
-    return min(int(left * CACHE_SHARE / token_bytes), work.num_sequences * work.longest_in_pages)

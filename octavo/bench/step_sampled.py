@@ -17,7 +17,8 @@ from time import perf_counter
 import torch
 
 from octavo.bench.rollout import decode_milliseconds, fill_
-from octavo.bench.step import StepWork, with_old_logprobs
+from octavo.bench.step import with_old_logprobs
+from octavo.bench.step_plan import StepWork
 from octavo.bench.train import accumulate, wait
 from octavo.models.decoder import Decoder
 from octavo.rl.batch import MiniBatch, pack

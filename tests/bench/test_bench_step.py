@@ -8,32 +8,33 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from octavo.bench import results, step, step_sampled
+from octavo.bench import results, step, step_plan, step_sampled
 from octavo.bench.rollout import random_decoder, step_bytes
 from octavo.bench.step import (
     PHASES,
     Rates,
     StepTime,
-    StepWork,
     bench_step,
     build,
-    cache_tokens,
-    formats_beside,
     predicted_seconds,
     step_times,
     whole_step,
 )
+from octavo.bench.step_plan import StepWork, cache_tokens, formats_beside, step_peak_bytes
 from octavo.bench.step_sampled import sampled_step
-from octavo.bench.train import FORMATS, model_flops, needed_bytes
+from octavo.bench.train import FORMATS, model_flops
 from octavo.cli import app
 from octavo.models.config import read_config
 from octavo.numerics.recipe import get_recipe
-from octavo.trainer.memory_held import count_parameters, forward_bytes
+from octavo.trainer.memory import FRAGMENTATION, LIBRARY_BYTES
+from octavo.trainer.memory_held import count_parameters, forward_bytes, master_bytes, moment_bytes
+from octavo.trainer.memory_passes import DecoderPass
 
 MODEL = "examples/tiny/model"
 WORK = StepWork(
     completion_tokens=12, prompt_tokens=4, num_prompts=2, group_size=2, num_mini_batches=2, microbatch_tokens=32
 )
+SIZES = {"at_once": 3, "cache_tokens": 48, "peak_bytes": 2**31, "planned_bytes": 2**30}
 RATES = Rates(copy_gb_s=1000.0, forward_tflop_s=1.0, bf16_tflop_s=0.5, train_tflop_s=2.0)
 
 
@@ -127,19 +128,52 @@ def test_the_prediction_by_hand():
 
 def test_the_cache_gets_what_the_rest_leaves():
     config, recipe = read_config(MODEL)[0], get_recipe("block128")
-    held = forward_bytes(config, recipe, True)
-    frozen, least = held.stored + held.operands, needed_bytes(config, recipe, 32, FORMATS[2])
+    token = 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4)
+    assert step_plan.token_bytes(config, recipe) == token
 
     def room(free_bytes):
         formats = formats_beside(config, recipe, WORK, free_bytes)
         return formats, cache_tokens(config, recipe, WORK, formats, free_bytes)
 
+    def beside(formats, num_tokens):
+        """Free bytes that leave room for a cache of so many tokens."""
+        step = int(step_peak_bytes(config, recipe, WORK, formats) * (1 + FRAGMENTATION)) + LIBRARY_BYTES
+        return step + int(num_tokens * token / step_plan.CACHE_SHARE) + 1
+
     assert room(2**40) == (FORMATS[0], 64), "all four sequences, and nothing made smaller"
-    token = 2 * config.num_layers * config.num_kv_heads * (config.head_dim + 4)
-    free = least + frozen + int(40 * token / step.CACHE_SHARE) + 1
-    assert room(free) == (FORMATS[2], 40)
+    assert room(beside(FORMATS[2], 40)) == (FORMATS[2], 40)
     with pytest.raises(ValueError, match="keys and values of one sequence of 16 tokens do not fit beside the step"):
-        room(frozen)
+        room(beside(FORMATS[2], 15))
+
+
+def test_layers_are_computed_again_where_more_sequences_fit_then():
+    config, recipe = replace(read_config(MODEL)[0], num_layers=40), get_recipe("block128")
+    work = replace(WORK, completion_tokens=508, microbatch_tokens=2048)
+    once, again = (step_peak_bytes(config, recipe, work, formats) for formats in FORMATS[2:])
+    assert once > 1.2 * again
+    all_of_them = 4 * 512 * step_plan.token_bytes(config, recipe) / step_plan.CACHE_SHARE
+    for free, formats in ((once + all_of_them, FORMATS[2]), (once + all_of_them / 2, FORMATS[3])):
+        free_bytes = int(free * (1 + FRAGMENTATION)) + LIBRARY_BYTES
+        assert formats_beside(config, recipe, work, free_bytes) is formats
+
+
+def test_what_a_step_holds_by_hand():
+    """Two mini-batches of two sequences of 16 tokens, together in a microbatch, filled up to 128 tokens; then alone."""
+    config, recipe = read_config(MODEL)[0], get_recipe("block128")
+    held, count = forward_bytes(config, recipe, True), count_parameters(config)
+    vectors = master_bytes(config, "bf16") - 2 * count  # which stay FP32
+    always = 2 * (held.stored + held.operands + held.head) + held.backward
+    always += master_bytes(config, "bf16") + moment_bytes(config, "int8")
+    assert vectors > 0 and 4.0 < always / count < 12.0
+
+    def most(accumulated, num_tokens=128):
+        shape = {"num_tokens": num_tokens, "num_scored": num_tokens, "longest": 16}
+        passes = DecoderPass(shape=config, recipe=recipe, recompute=False, **shape)
+        update = passes.update(accumulated=accumulated) + 4 * count * accumulated
+        return always + max(update, 4 * count + passes.forward(shadow=True))
+
+    assert step_peak_bytes(config, recipe, WORK, FORMATS[2]) == most(False)
+    assert step_peak_bytes(config, recipe, replace(WORK, microbatch_tokens=16), FORMATS[2]) == most(True)
 
 
 def test_what_cannot_be_measured_is_refused(monkeypatch):
@@ -159,7 +193,14 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
 def test_the_command_prints_phases_or_json(monkeypatch):
     times = {phase: 2.0 for phase in PHASES}
     time = StepTime(
-        work=WORK, formats="x", at_once=3, cache_tokens=48, measured=times, predicted={phase: 1.0 for phase in PHASES}
+        work=WORK,
+        formats="x",
+        at_once=3,
+        cache_tokens=48,
+        peak_bytes=2**31,
+        planned_bytes=2**30,
+        measured=times,
+        predicted={phase: 1.0 for phase in PHASES},
     )
     asked = []
     monkeypatch.setattr(step, "step_times", lambda *given: asked.extend(given[3]) or [time])
@@ -200,7 +241,16 @@ def test_the_script_sets_later_calls_beside_bf16(tmp_path, monkeypatch):
         seconds = {"bf16": 3.0, "block128": 2.0}[recipe.name]
         for work in works:
             phases = dict.fromkeys(PHASES, seconds * work.completion_tokens / 1024)
-            yield StepTime(work=work, formats="x", at_once=3, cache_tokens=48, measured=phases, predicted=phases)
+            yield StepTime(
+                work=work,
+                formats="x",
+                at_once=3,
+                cache_tokens=48,
+                peak_bytes=2**31,
+                planned_bytes=2**30,
+                measured=phases,
+                predicted=phases,
+            )
 
     monkeypatch.setattr(script, "step_times", times)
     monkeypatch.setattr(results, "_commit", lambda: "f00")
@@ -218,6 +268,8 @@ def test_the_script_sets_later_calls_beside_bf16(tmp_path, monkeypatch):
     assert (row.value, row.goal, row.met) == (1.5, 1.5, True)
     assert rows["step/qwen3-8b/2048/block128+kv8, sampled/update seconds"].value == 4.0
     assert "step/qwen3-8b/2048/block128+kv8, sampled speedup_vs_bf16" not in rows, "no BF16 of that length"
+    peak, off = (rows[f"step/qwen3-8b/8192/bf16, sampled {metric}"] for metric in ("peak_gib", "plan_off"))
+    assert (peak.value, peak.note, off.value, off.met) == (2.0, "planned 1.0 GiB", 0.5, False)
     assert "in 48 tokens of KV" in rows["step/qwen3-8b/8192/bf16, sampled tok_s"].note
     with pytest.raises(SystemExit, match="no '512'; name some of sampled bf16 block128"):
         run("512")
