@@ -107,7 +107,7 @@ def step_times(
     works: Sequence[StepWork],
     run: RunStep | None = None,
 ) -> Iterator[StepTime]:
-    """Steps on this GPU, whole or as `run` has them; masters and moments as beside the longest sequences.
+    """Steps on this GPU, whole or as `run` has them; with one kind of masters and moments for all of them.
 
     Raises:
         ValueError: no GPU, one without the kernels, a recipe without a backward, or a step that does not fit.
@@ -119,7 +119,7 @@ def step_times(
     longest = max(works, key=lambda work: work.longest)
     check_length(config, longest.longest, "--prompt-tokens or --completion-tokens")
     free = torch.cuda.mem_get_info()[0]
-    formats = formats_beside(config, recipe, longest, free)
+    formats = formats_beside(config, recipe, works, free)
     rates = device_rates(config, recipe, longest.microbatch_tokens)
     models = build(config, hf_config, recipe, formats, longest.longest)
     for work in works:

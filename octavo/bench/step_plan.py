@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.bench.train import FORMATS, TrainFormats
@@ -55,18 +56,22 @@ class StepWork:
         return -(-self.longest // PAGE_SIZE) * PAGE_SIZE
 
 
-def formats_beside(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int) -> TrainFormats:
-    """The formats beside which the cache holds most sequences; of equals the first of FORMATS.
+def formats_beside(config: DecoderConfig, recipe: Recipe, works: Sequence[StepWork], free_bytes: int) -> TrainFormats:
+    """The formats beside which the cache holds the largest share of every step's sequences; of equals the first.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: for one of the steps it holds none.
     """
 
-    def tokens(formats: TrainFormats) -> int:
-        return cache_tokens(config, recipe, work, formats, free_bytes)
+    def at_once(formats: TrainFormats, work: StepWork) -> int:
+        return cache_tokens(config, recipe, work, formats, free_bytes) // work.longest_in_pages
 
-    formats = max(FORMATS, key=tokens)
-    if tokens(formats) < work.longest_in_pages:
+    def worst(formats: TrainFormats) -> tuple[float, StepWork]:
+        return min(((at_once(formats, work) / work.num_sequences, work) for work in works), key=lambda pair: pair[0])
+
+    formats = max(FORMATS, key=lambda formats: worst(formats)[0])
+    share, work = worst(formats)
+    if not share:
         raise ValueError(
             f"the keys and values of one sequence of {work.longest} tokens do not fit beside the step into "
             f"{binary_size(free_bytes)}. Give fewer --completion-tokens, --kv-cache fp8, or a smaller model"

@@ -5,7 +5,8 @@
     per row               W                 one
     per row, per column   W, and W again    two; column scales for each fused projection, the second lies transposed
 
-W^T [K, N] is what DGrad's kernels read. Each projection's columns in it are filled up with zeros to whole blocks.
+W^T [K, N] is what DGrad's kernels read. Each projection's columns in it are filled up to whole blocks:
+with zeros, or NaN beside a scale that is NaN.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_the_cache_gets_what_the_rest_leaves():
     assert step_plan.token_bytes(config, recipe) == token
 
     def room(free_bytes):
-        formats = formats_beside(config, recipe, WORK, free_bytes)
+        formats = formats_beside(config, recipe, [WORK], free_bytes)
         return formats, cache_tokens(config, recipe, WORK, formats, free_bytes)
 
     def beside(formats, num_tokens):
@@ -154,7 +154,23 @@ def test_layers_are_computed_again_where_more_sequences_fit_then():
     all_of_them = 4 * 512 * step_plan.token_bytes(config, recipe) / step_plan.CACHE_SHARE
     for free, formats in ((once + all_of_them, FORMATS[2]), (once + all_of_them / 2, FORMATS[3])):
         free_bytes = int(free * (1 + FRAGMENTATION)) + LIBRARY_BYTES
-        assert formats_beside(config, recipe, work, free_bytes) is formats
+        assert formats_beside(config, recipe, [work], free_bytes) is formats
+
+
+def test_formats_fit_every_step():
+    """A microbatch of long sequences may be the smaller one: 1,088 tokens here, beside four sequences of 512."""
+    config, recipe = replace(read_config(MODEL)[0], num_layers=40), get_recipe("bf16")
+    long, short = (
+        replace(WORK, completion_tokens=size - 4, microbatch_tokens=2048, lends_memory=True) for size in (1088, 512)
+    )
+    peaks = [step_peak_bytes(config, recipe, work, FORMATS[2]) for work in (long, short)]
+    assert peaks[1] > 1.1 * peaks[0] > 1.1 * step_peak_bytes(config, recipe, short, FORMATS[3])
+    free_bytes = int(1.05 * peaks[0] * (1 + FRAGMENTATION)) + LIBRARY_BYTES
+    assert formats_beside(config, recipe, [long], free_bytes) is FORMATS[2]
+    for works in ([long, short], [short, long]):
+        assert formats_beside(config, recipe, works, free_bytes) is FORMATS[3]
+        with pytest.raises(ValueError, match=f"one sequence of {works[0].longest} tokens do not fit"):
+            formats_beside(config, recipe, works, peaks[0] // 4)
 
 
 def test_lent_memory_leaves_all_but_what_is_held_to_the_cache():

@@ -60,7 +60,8 @@ def check_kernel(device, shape, master_dtype, codes, reach=8, weight_decay=0.1, 
         pairs.append((f"{name} values", mine.values, wanted.values))
         if codes:
             pairs.append((f"{name} scale", mine.scale, wanted.scale))
-    assert start[1].float().nan_to_num(0.0).any() and moments[1][1].values.any()
+    spoiled = codes and odd != odd and shape[0] == 1  # all of its only blocks
+    assert spoiled or start[1].float().nan_to_num(0.0).any() and moments[1][1].values.any()
     wrong = [(name, int((a != b).sum()), a.numel()) for name, a, b in pairs if not same(a.cpu(), b.cpu())]
     assert not wrong, (shape, master_dtype, codes, wrong)
 

@@ -50,9 +50,12 @@ def check_weight(K, splits, dtype, rounding, device="cpu"):
             write_weight(w, splits, quant_block, rounding, (q, scale), q_t)
             assert same(q.cpu(), wanted.q) and same(scale.cpu(), wanted.scale), (K, splits, quant_block)
             if transposed:
-                copied = torch.full_like(q_t, 0.0)
+                copied, onto_zeros = q_t.clone(), torch.full_like(q_t, 0.0)
                 transpose_weight(weight, splits, copied)
+                transpose_weight(weight, splits, onto_zeros)
                 assert same(q_t, copied) and same(transposed_operand(weight, q_t).decode().cpu(), wanted.dequantize().T)
+                filled = [x.float().nan_to_num(0.0) for x in (q_t, onto_zeros)]  # 0, but NaN in a block whose scale is
+                assert torch.equal(*filled), (K, splits, quant_block)
     both = places(w, splits, PER_ROW), places(w, splits, PER_COLUMN, transposed=True)
     write_rows_columns(w, splits, rounding, *both)
     for quant_block, (q, scale) in zip((PER_ROW, PER_COLUMN), both, strict=True):
