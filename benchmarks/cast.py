@@ -21,10 +21,9 @@ from octavo.kernels.cast import (
     cast_128x1,
     cast_128x128,
     cast_both,
-    cast_columns,
     cast_rows,
-    cast_tensor,
 )
+from octavo.kernels.cast_whole import cast_columns, cast_rows_columns, cast_tensor
 from octavo.kernels.norm import add_rms_norm_cast, rms_norm_backward, rms_norm_forward
 from octavo.kernels.swiglu import swiglu_backward, swiglu_backward_cast, swiglu_cast, swiglu_forward
 from octavo.numerics.fp8 import (
@@ -54,9 +53,9 @@ def plain(*quant_blocks: QuantBlock) -> Cast:
     return lambda x: [quantize(x, quant_block) for quant_block in quant_blocks]
 
 
-def transposed_too(w: Tensor) -> Tensor:
-    """A weight's cast in plain torch, and its transpose."""
-    return quantize(w, BLOCK_128X128)[0].T.contiguous()
+def transposed_too(quant_block: QuantBlock) -> Cast:
+    """The cast in plain torch, and its transpose."""
+    return lambda x: quantize(x, quant_block)[0].T.contiguous()
 
 
 def plain_norm(x: Tensor, gain: Tensor) -> Tensor:
@@ -107,13 +106,19 @@ def casts(add: Callable[..., None]) -> None:
         add(f"128x1/{name}/bf16", x, cast_128x1, plain(BLOCK_128X1), 3 * size + scales)
         add(f"both/{name}/bf16", x, cast_both, plain(BLOCK_1X128, BLOCK_128X1), 4 * size + 2 * scales)
         add(f"columns/{name}/bf16", x, cast_columns, plain(PER_COLUMN), 3 * size)
+        add(f"rows and columns/{name}/bf16", x, cast_rows_columns, plain(PER_ROW, PER_COLUMN), 4 * size)
         add(f"tensor/{name}/bf16", x, cast_tensor, plain(PER_TENSOR), 3 * size)
+        both_ways = partial(cast_tensor, transposed=True)
+        add(f"tensor and transpose/{name}/bf16", x, both_ways, transposed_too(PER_TENSOR), 4 * size)
         add(f"tensor, given scale/{name}/bf16", x, partial(cast_tensor, scale=scale), plain(PER_TENSOR), 3 * size)
     for name, shape in WEIGHTS.items():
         for dtype in (torch.float32, torch.bfloat16):
             w = torch.randn(shape, device="cuda", dtype=dtype)
-            case = f"128x128 and transpose/{name}/{str(dtype).removeprefix('torch.')}"
-            add(case, w, cast_128x128, transposed_too, w.numel() * (dtype.itemsize + 2))
+            case, num_bytes = f"{name}/{str(dtype).removeprefix('torch.')}", w.numel() * (dtype.itemsize + 2)
+            add(f"128x128 and transpose/{case}", w, cast_128x128, transposed_too(BLOCK_128X128), num_bytes)
+            both_ways = partial(cast_tensor, transposed=True)
+            add(f"tensor and transpose/{case}", w, both_ways, transposed_too(PER_TENSOR), num_bytes)
+            add(f"rows and columns/{case}", w, cast_rows_columns, plain(PER_ROW, PER_COLUMN), num_bytes)
 
 
 def norms(add: Callable[..., None]) -> None:

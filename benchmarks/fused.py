@@ -2,7 +2,8 @@
 
     python benchmarks/fused.py     # a table, and benchmarks/results/fused.json (under $OUT if that is set)
 
-Two sequences of 4,096 random tokens under block128 with FP8 keys and values, random weights, gradients accumulated.
+Two sequences of 4,096 random tokens with FP8 keys and values, random weights, gradients accumulated; block128, and of
+the wide shape tensorwise and rowwise.
 Medians of 10 passes after 3, by turns; the memory is the most that a pass adds to what is held before it.
 """
 
@@ -33,14 +34,20 @@ SHAPES = {
         hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64, **COMMON
     ),
 }  # fmt: skip
+CASES = (
+    ("qwen3-8b", "block128"),
+    ("qwen3-8b", "tensorwise"),
+    ("qwen3-8b", "rowwise"),
+    ("smollm2-135m", "block128"),
+)
 SEQUENCES, LENGTH = 2, 4096
 WARM_UP, PASSES = 3, 10
 
 
 @torch.no_grad()
-def random_decoder(config: PretrainedConfig) -> Decoder:
+def random_decoder(config: PretrainedConfig, recipe: str) -> Decoder:
     """Weights of the usual sizes."""
-    decoder = Decoder(decoder_config(config), config, get_recipe("block128", kv_cache="fp8")).cuda()
+    decoder = Decoder(decoder_config(config), config, get_recipe(recipe, kv_cache="fp8")).cuda()
     for name, parameter in decoder.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
@@ -67,15 +74,16 @@ def main() -> None:
     """Measure, print, write."""
     torch.manual_seed(0)
     results = Results("fused", COMMAND)
-    for name, config in SHAPES.items():
-        decoder = random_decoder(config)
+    for name, recipe in CASES:
+        config = SHAPES[name]
+        decoder = random_decoder(config, recipe)
         tokens = torch.randint(config.vocab_size, (SEQUENCES * LENGTH,), device="cuda")
         found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for _ in range(WARM_UP + PASSES):
             for fuses, rows in found.items():
                 decoder.fuses = fuses
                 rows.append(one_pass(decoder, tokens))
-        case = f"forward and backward 8,192 tokens/8 layers of {name}/block128+kv8"
+        case = f"forward and backward 8,192 tokens/8 layers of {name}/{recipe}+kv8"
         medians = {}
         for fuses, label in ((True, "fused"), (False, "each module")):
             times, peaks = zip(*found[fuses][WARM_UP:], strict=True)

@@ -25,7 +25,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -299,11 +299,12 @@ PROTOCOLS = {
 """By the argument that asks for it."""
 
 
-def run_protocol(results: Results, protocol: Protocol, copy_gb_s: float) -> None:
-    """Measure what is missing, precision by precision."""
+def run_protocol(results: Results, protocol: Protocol, copy_gb_s: float, suffix: str = "") -> None:
+    """Measure what is missing, precision by precision; the suffix goes to the names of cases."""
     shape = SHAPES[protocol.shape]
     for name in protocol.precisions:
-        missing = {case: measure for case, measure in protocol.cases(name, copy_gb_s).items() if not results.has(case)}
+        cases = protocol.cases(name, copy_gb_s)
+        missing = {case: measure for case, measure in cases.items() if not results.has(case + suffix)}
         if not missing:
             continue
         recipe, kv_cache = PRECISIONS[name]
@@ -311,7 +312,7 @@ def run_protocol(results: Results, protocol: Protocol, copy_gb_s: float) -> None
         decoder = random_decoder(decoder_config(shape), shape, chosen, max_tokens=MAX_TOKENS)
         for measure in missing.values():
             for row in measure(decoder):
-                results.add(row)
+                results.add(replace(row, case=row.case + suffix))
             gc.collect()  # an engine and its graphs hold each other
             torch.cuda.empty_cache()
         del decoder

@@ -1,11 +1,12 @@
 """A GRPO step of the Qwen3-8B shape in steady state: 64 completions of a forced length, 4 mini-batches, phase by phase.
 
-    python benchmarks/step.py [sampled] [bf16] [block128] [block128+kv8] [1024] [2048] [4096] [8192] [16384]
+    python benchmarks/step.py [sampled] [lent] [bf16] [block128] [block128+kv8] [1024] [2048] [4096] [8192] [16384]
 
 All precisions and lengths where none is named; BF16 comes before what is set beside it. A table, and
 benchmarks/results/step.json (under $OUT if that is set), which keeps the figures of earlier calls.
 How many sequences decode at once depends on what the cache gets of the card.
-`sampled` measures samples of each phase in place of a whole step (`octavo.bench.step_sampled`), whose cases say so.
+`sampled` measures samples of each phase in place of a whole step (`octavo.bench.step_sampled`), and `lent` gives the
+cache's memory to training between rollouts (`rollout.engine.lend_memory`); cases say so.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def rows_of(case: str, time: StepTime, bf16_tok_s: float | None) -> list[Row]:
     return rows
 
 
-def measure(results: Results, name: str, lengths: Sequence[str], sampled: bool) -> None:
+def measure(results: Results, name: str, lengths: Sequence[str], sampled: bool, lent: bool) -> None:
     """Steps of a precision."""
     hf_config, (recipe, kv_cache) = SHAPES["8b"], PRECISIONS[name]
-    works = [StepWork(completion_tokens=int(length)) for length in lengths]
+    works = [StepWork(completion_tokens=int(length), lends_memory=lent) for length in lengths]
     chosen, run = get_recipe(recipe, kv_cache=kv_cache), sampled_step if sampled else whole_step
     for time in step_times(decoder_config(hf_config), hf_config, chosen, works, run):
-        case, kind = f"step/qwen3-8b/{time.work.completion_tokens}", ", sampled" if sampled else ""
+        case, kind = f"step/qwen3-8b/{time.work.completion_tokens}", ", lent" * lent + ", sampled" * sampled
         speeds = {row.case: row.value for row in results.rows if row.metric == "tok_s"}
         for row in rows_of(f"{case}/{name}{kind}", time, None if name == "bf16" else speeds.get(f"{case}/bf16{kind}")):
             results.add(row)
@@ -73,12 +74,13 @@ def measure(results: Results, name: str, lengths: Sequence[str], sampled: bool) 
 
 def main() -> None:
     """Measure what is named, print, write."""
-    arguments, known = sys.argv[1:], ("sampled", *PRECISIONS, *LENGTHS)
+    arguments, known = sys.argv[1:], ("sampled", "lent", *PRECISIONS, *LENGTHS)
     if unknown := [argument for argument in arguments if argument not in known]:
         raise SystemExit(f"no {unknown[0]!r}; name some of {' '.join(known)}")
     results = Results("step", f"python benchmarks/step.py {' '.join(arguments)}".strip(), resume=True)
+    lengths, (sampled, lent) = [size for size in LENGTHS if size in arguments], (k in arguments for k in known[:2])
     for name in [name for name in PRECISIONS if name in arguments] or PRECISIONS:
-        measure(results, name, [size for size in LENGTHS if size in arguments] or LENGTHS, "sampled" in arguments)
+        measure(results, name, lengths or LENGTHS, sampled, lent)
         gc.collect()
         torch.cuda.empty_cache()
 

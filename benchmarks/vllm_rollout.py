@@ -1,12 +1,17 @@
-"""Protocols A, B1 and B2 of benchmarks/rollout.py in vLLM, offline, with random weights and log-probabilities.
+"""Protocols A, B1 and B2 of benchmarks/rollout.py in octavo and in vLLM, on the same machine, one after the other.
 
-    PYTHONPATH=. python benchmarks/vllm_rollout.py [A] [B] [--precision NAME] [--tiny]
+    PYTHONPATH=. python benchmarks/vllm_rollout.py [A] [B] [--precision NAME] [--engine octavo|vllm] [--tiny]
 
-Writes benchmarks/results/vllm_rollout.json (under $OUT if set) with vLLM's release in each note; `octavo bench compare`
-puts it beside rollout.json. Each precision has a process of its own, and what was measured at the same commit on the
-same device is kept. vLLM takes one to five minutes to start: where commands have a limit, give one precision each.
+Random weights and log-probabilities in both; vLLM runs offline. Writes benchmarks/results/vllm_rollout.json (under $OUT
+if set), with vLLM's release in its notes. Each precision and engine has a process of its own, and what was measured at
+the same commit on the same device is kept. vLLM takes one to five minutes to start: where commands have a limit, give
+one precision and engine each.
 
-Needs vLLM 0.24 on a Hopper GPU. --tiny tries the script with a tiny model wherever vLLM runs, and leaves no file.
+vLLM compiles products when it first meets their shapes: the timed batches come after batches of the same prompts with
+few new tokens.
+
+Needs vLLM 0.24 on a Hopper GPU. --tiny tries the script with a tiny model in vLLM alone, wherever that runs,
+and leaves no file.
 """
 
 from __future__ import annotations
@@ -20,13 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rollout import SHAPES
+from rollout import PROTOCOLS, SHAPES, run_protocol
 from transformers import PretrainedConfig, Qwen3Config
 
+from octavo.bench.measure import copy_speed
 from octavo.bench.results import Results, Row
 from octavo.models.config import FP8_FORMAT
 
@@ -39,7 +46,10 @@ ENVIRONMENT = {
 }
 PRECISIONS = {"bf16": (False, "auto"), "block128": (True, "auto"), "block128+kv8": (True, "fp8")}
 """FP8 weights and activations by blocks; format of keys and values."""
+ENGINES = ("octavo", "vllm")
 MODEL = "qwen3-8b"
+WARM_UP_TOKENS = 40
+"""New tokens of a batch that is not timed. Prompts take up to 33 steps, and so all of them are decoding at its end."""
 TINY = Qwen3Config(
     vocab_size=512,
     hidden_size=256,
@@ -100,8 +110,15 @@ def generate_seconds(llm: Any, vocab_size: int, count: int, prompt_tokens: int, 
     return seconds
 
 
-def measure(results: Results, name: str, protocols: list[str], tiny: bool) -> None:
-    """The protocols under one precision, in this process."""
+def measure_octavo(results: Results, name: str, protocols: list[str]) -> None:
+    """The protocols under one precision by octavo's engine, in this process."""
+    copy_gb_s = copy_speed()
+    for protocol in protocols:
+        run_protocol(results, replace(PROTOCOLS[protocol], precisions=(name,)), copy_gb_s, suffix="/octavo")
+
+
+def measure_vllm(results: Results, name: str, protocols: list[str], tiny: bool) -> None:
+    """The protocols under one precision by vLLM, in this process."""
     import vllm
 
     in_fp8, kv_cache = PRECISIONS[name]
@@ -114,14 +131,16 @@ def measure(results: Results, name: str, protocols: list[str], tiny: bool) -> No
         note = f"vLLM {vllm.__version__}, up in {time.perf_counter() - begun:.0f} s"
 
         def add(protocol: str, tok_s: float) -> None:
-            results.add(Row(case=f"{protocol}/{model}/{name}", metric="tok_s", value=tok_s, unit="tok/s", note=note))
+            case = f"{protocol}/{model}/{name}/vllm"
+            results.add(Row(case=case, metric="tok_s", value=tok_s, unit="tok/s", note=note))
 
-        generate_seconds(llm, shape.vocab_size, count, short, 16)  # compiles
-        generate_seconds(llm, shape.vocab_size, 4, long, 2)
+        warm = WARM_UP_TOKENS // divisor
         if "A" in protocols:
+            generate_seconds(llm, shape.vocab_size, 2 * count, short, warm)
             seconds = generate_seconds(llm, shape.vocab_size, 2 * count, short, 2 * new)
             add("A", 2 * count * 2 * new / seconds)
         if "B" in protocols:
+            generate_seconds(llm, shape.vocab_size, count, long, warm)
             prefill = generate_seconds(llm, shape.vocab_size, count, long, 1)
             add("B1", count * long / prefill)
             decode = generate_seconds(llm, shape.vocab_size, count, long, new) - prefill
@@ -129,33 +148,39 @@ def measure(results: Results, name: str, protocols: list[str], tiny: bool) -> No
 
 
 def main() -> None:
-    """Measure, print, write; a process for each precision."""
-    parser = argparse.ArgumentParser(description="Protocols A and B of benchmarks/rollout.py in vLLM.")
+    """Measure, print, write; a process for each precision and engine."""
+    parser = argparse.ArgumentParser(description="Protocols A and B of benchmarks/rollout.py in octavo and in vLLM.")
     parser.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="A or B; default both")
-    parser.add_argument("--precision", choices=list(PRECISIONS), help="this one, in this process; default all")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model in BF16, without a file")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="this one; default all")
+    parser.add_argument("--engine", choices=ENGINES, help="this one; default both")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model in BF16 in vLLM, without a file")
     arguments = parser.parse_args()
     wanted = arguments.protocols or ["A", "B"]
     if set(wanted) - {"A", "B"}:
         parser.error(f"protocols are A and B; got {' '.join(wanted)}")
-    if importlib.util.find_spec("vllm") is None or not (torch.cuda.is_available() or arguments.tiny):
+    name, engine = ("bf16", "vllm") if arguments.tiny else (arguments.precision, arguments.engine)
+    without_vllm = engine != "octavo" and importlib.util.find_spec("vllm") is None
+    if without_vllm or not (torch.cuda.is_available() or arguments.tiny):
         print("benchmarks/vllm_rollout.py measures vLLM on a GPU, and one of them is missing here: skipped")
         return
-    if arguments.tiny:
-        arguments.precision = "bf16"
-    if arguments.precision is None:
-        for name in PRECISIONS:
-            subprocess.run([sys.executable, __file__, *wanted, "--precision", name], check=True)
+    if name is None or engine is None:
+        for each in [name] if name else PRECISIONS:
+            for one in [engine] if engine else ENGINES:
+                command = [sys.executable, __file__, *wanted, "--precision", each, "--engine", one]
+                subprocess.run(command, check=True)
         return
     os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
     with tempfile.TemporaryDirectory() as nowhere:
         if arguments.tiny:
             os.environ["OUT"] = nowhere
         results = Results("vllm_rollout", f"PYTHONPATH=. python {' '.join(sys.argv)}", resume=True)
+        if engine == "octavo":
+            measure_octavo(results, name, wanted)
+            return
         last = {"A": "A", "B": "B2"}
-        missing = [p for p in wanted if not results.has(f"{last[p]}/{MODEL}/{arguments.precision}")]
+        missing = [p for p in wanted if not results.has(f"{last[p]}/{MODEL}/{name}/vllm")]
         if missing:
-            measure(results, arguments.precision, missing, arguments.tiny)
+            measure_vllm(results, name, missing, arguments.tiny)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,11 @@ OVERRIDES = {  # of a config that works: the override, what the line must say
     "data missing": ("task={type: gsm8k, path: ./no-data}", ["./no-data", "train.jsonl"]),
     "unknown task": ("task={type: chess}", ["task", "chess", "arithmetic", "gsm8k"]),
     "too many problems": ("task.num_test=10000000", ["num_test=10000000", "fewer"]),
+    "memory lent on a CPU": (
+        "rollout.engine.lend_memory=true",
+        ["rollout.engine.lend_memory=true", "device='cpu'", "device=cuda"],
+    ),
+    "memory lent to vLLM": ("rollout.engine={type: vllm, lend_memory: true}", ["lend_memory", "rollout.engine"]),
     "cache that no machine has": ("rollout.engine.kv_cache_tokens=999999999999999", ["GB", "kv_cache_tokens"]),
     "no such device": ("device=foo", ["device='foo'", "cpu"]),
     "a device without numbers": ("device=meta", ["device='meta'", "cpu"]),

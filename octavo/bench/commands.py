@@ -145,6 +145,7 @@ def bench_step(
     sampled: Annotated[
         bool, typer.Option("--sampled", help="From samples of each phase, in a tenth of the time.")
     ] = False,
+    lend_memory: Annotated[bool, typer.Option("--lend-memory", help="As rollout.engine.lend_memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """How long a GRPO step of a model of this shape takes on this GPU, phase by phase, beside what it must take.
@@ -170,6 +171,7 @@ def bench_step(
             num_prompts=prompts,
             group_size=group_size,
             num_mini_batches=mini_batches,
+            lends_memory=lend_memory,
         )
         for length in completion_tokens or [1024]
     ]

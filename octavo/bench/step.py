@@ -73,7 +73,7 @@ class StepTime:
     peak_bytes: int
     """Most memory of tensors; 0 on a CPU."""
     planned_bytes: int
-    """The same by the plan, cache included."""
+    """The same by the plan, with the cache unless it is lent."""
     measured: dict[str, float]
     """Phase -> seconds."""
     predicted: dict[str, float]
@@ -107,7 +107,7 @@ def step_times(
     works: Sequence[StepWork],
     run: RunStep | None = None,
 ) -> Iterator[StepTime]:
-    """Steps on this GPU, whole or as `run` has them; masters and moments as beside the longest sequences.
+    """Steps on this GPU, whole or as `run` has them; with one kind of masters and moments for all of them.
 
     Raises:
         ValueError: no GPU, one without the kernels, a recipe without a backward, or a step that does not fit.
@@ -119,7 +119,7 @@ def step_times(
     longest = max(works, key=lambda work: work.longest)
     check_length(config, longest.longest, "--prompt-tokens or --completion-tokens")
     free = torch.cuda.mem_get_info()[0]
-    formats = formats_beside(config, recipe, longest, free)
+    formats = formats_beside(config, recipe, works, free)
     rates = device_rates(config, recipe, longest.microbatch_tokens)
     models = build(config, hf_config, recipe, formats, longest.longest)
     for work in works:
@@ -152,18 +152,21 @@ def bench_step(
     """A step with a cache of so many tokens."""
     policy, on_gpu = models.policy, models.policy.embed_tokens.is_cuda
     at_once = min(work.num_sequences, num_cache_tokens // work.longest_in_pages)
-    engine = Engine(policy, EngineConfig(kv_cache_tokens=num_cache_tokens, max_sequences=at_once), [])
+    engine_config = EngineConfig(kv_cache_tokens=num_cache_tokens, max_sequences=at_once, lend_memory=work.lends_memory)
+    engine = Engine(policy, engine_config, [])
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     measured = (run or whole_step)(work, engine, models.reference, models.optimizer)
-    training = step_peak_bytes(policy.config, policy.recipe, work, models.formats)
+    planned = step_peak_bytes(policy.config, policy.recipe, work, models.formats)
+    if not work.lends_memory:  # which torch does not count
+        planned += num_cache_tokens * token_bytes(policy.config, policy.recipe)
     return StepTime(
         work=work,
         formats=str(models.formats),
         at_once=at_once,
         cache_tokens=num_cache_tokens,
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
-        planned_bytes=training + num_cache_tokens * token_bytes(policy.config, policy.recipe),
+        planned_bytes=planned,
         measured=measured,
         predicted=predicted_seconds(policy, work, rates, models.formats, at_once),
     )
@@ -193,6 +196,7 @@ def run_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: Opti
         completions = engine.generate(
             prompts, SamplingConfig(), max_completion_tokens=work.completion_tokens, group_size=work.group_size
         )
+        engine.lend()
     signs = 1.0 - 2.0 * (torch.arange(work.num_sequences) % 2)
     mini_batches = pack(
         completions,
@@ -249,7 +253,8 @@ def predicted_seconds(
     masters = master_bytes(config, formats.optimizer.master_format)
     moments = moment_bytes(config, formats.optimizer.state_format)
     gradients = 4 * count_parameters(config)
-    optimizer_bytes = 2 * (masters + moments) + 4 * gradients  # whose norm is taken, which are clipped, and read
+    passes = 2 if formats.optimizer.compact else 4  # norm and step; torch's AdamW has them clipped in between
+    optimizer_bytes = 2 * (masters + moments) + passes * gradients
     held = forward_bytes(config, decoder.recipe, on_gpu=True)
     rewritten = masters + held.stored + held.operands + held.backward
     forward = flops / 3 / rates.forward_tflop_s / 1e12

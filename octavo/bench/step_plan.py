@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.bench.train import FORMATS, TrainFormats
@@ -9,7 +10,7 @@ from octavo.kernels.operands import TOKEN_BLOCK
 from octavo.models.config import DecoderConfig
 from octavo.numerics.recipe import Recipe
 from octavo.rollout.engine import EngineConfig
-from octavo.trainer.memory import FRAGMENTATION, LIBRARY_BYTES, binary_size
+from octavo.trainer.memory import FRAGMENTATION, LIBRARY_BYTES, binary_size, rollout_bytes
 from octavo.trainer.memory_held import count_parameters, forward_bytes, master_bytes, moment_bytes
 from octavo.trainer.memory_passes import DecoderPass
 
@@ -29,6 +30,8 @@ class StepWork:
     group_size: int = 8
     num_mini_batches: int = 4
     microbatch_tokens: int = 8192
+    lends_memory: bool = False
+    """The cache's memory goes to training between rollouts (`rollout.engine.lend_memory`)."""
 
     def __post_init__(self) -> None:
         if self.num_prompts % self.num_mini_batches:
@@ -53,18 +56,22 @@ class StepWork:
         return -(-self.longest // PAGE_SIZE) * PAGE_SIZE
 
 
-def formats_beside(config: DecoderConfig, recipe: Recipe, work: StepWork, free_bytes: int) -> TrainFormats:
-    """The formats beside which the cache holds most sequences; of equals the first of FORMATS.
+def formats_beside(config: DecoderConfig, recipe: Recipe, works: Sequence[StepWork], free_bytes: int) -> TrainFormats:
+    """The formats beside which the cache holds the largest share of every step's sequences; of equals the first.
 
     Raises:
-        ValueError: it holds none.
+        ValueError: for one of the steps it holds none.
     """
 
-    def tokens(formats: TrainFormats) -> int:
-        return cache_tokens(config, recipe, work, formats, free_bytes)
+    def at_once(formats: TrainFormats, work: StepWork) -> int:
+        return cache_tokens(config, recipe, work, formats, free_bytes) // work.longest_in_pages
 
-    formats = max(FORMATS, key=tokens)
-    if tokens(formats) < work.longest_in_pages:
+    def worst(formats: TrainFormats) -> tuple[float, StepWork]:
+        return min(((at_once(formats, work) / work.num_sequences, work) for work in works), key=lambda pair: pair[0])
+
+    formats = max(FORMATS, key=lambda formats: worst(formats)[0])
+    share, work = worst(formats)
+    if not share:
         raise ValueError(
             f"the keys and values of one sequence of {work.longest} tokens do not fit beside the step into "
             f"{binary_size(free_bytes)}. Give fewer --completion-tokens, --kv-cache fp8, or a smaller model"
@@ -75,17 +82,15 @@ def formats_beside(config: DecoderConfig, recipe: Recipe, work: StepWork, free_b
 def cache_tokens(config: DecoderConfig, recipe: Recipe, work: StepWork, formats: TrainFormats, free_bytes: int) -> int:
     """Of the cache beside a step in these formats, and no more than the step needs."""
     step = step_peak_bytes(config, recipe, work, formats)
-    left = free_bytes - int(step * (1 + FRAGMENTATION)) - LIBRARY_BYTES
+    beside = _held_bytes(config, recipe, formats) + _sampling_bytes(config, recipe, work) if work.lends_memory else step
+    if int(step * (1 + FRAGMENTATION)) + LIBRARY_BYTES > free_bytes:
+        return 0
+    left = free_bytes - int(beside * (1 + FRAGMENTATION)) - LIBRARY_BYTES
     return min(int(left * CACHE_SHARE / token_bytes(config, recipe)), work.num_sequences * work.longest_in_pages)
 
 
 def step_peak_bytes(config: DecoderConfig, recipe: Recipe, work: StepWork, formats: TrainFormats) -> int:
     """The most that training holds in a step, its reference and shadow pass among it, as a run's plan counts it."""
-    held = forward_bytes(config, recipe, on_gpu=True)
-    masters = master_bytes(config, formats.optimizer.master_format)
-    always = masters + moment_bytes(config, formats.optimizer.state_format)
-    always += held.stored + held.operands + held.head + held.backward
-    always += held.stored + held.operands + held.head  # of the reference
     each = max(1, work.microbatch_tokens // work.longest)  # sequences of a microbatch
     several = work.num_sequences // work.num_mini_batches > each
     num_tokens = -(-each * work.longest // TOKEN_BLOCK) * TOKEN_BLOCK
@@ -99,7 +104,20 @@ def step_peak_bytes(config: DecoderConfig, recipe: Recipe, work: StepWork, forma
     )
     gradients = 4 * count_parameters(config)
     update = passes.update(accumulated=several) + gradients * several
-    return always + max(update, gradients + passes.forward(shadow=True))
+    return _held_bytes(config, recipe, formats) + max(update, gradients + passes.forward(shadow=True))
+
+
+def _held_bytes(config: DecoderConfig, recipe: Recipe, formats: TrainFormats) -> int:
+    """All the time: masters, moments, what forward and backward read, and the reference."""
+    held = forward_bytes(config, recipe, on_gpu=True)
+    masters = master_bytes(config, formats.optimizer.master_format)
+    forward = held.stored + held.operands + held.head
+    return masters + moment_bytes(config, formats.optimizer.state_format) + 2 * forward + held.backward
+
+
+def _sampling_bytes(config: DecoderConfig, recipe: Recipe, work: StepWork) -> int:
+    """Beside that, while prompts run or steps decode."""
+    return max(rollout_bytes(config, recipe, work.num_sequences, EngineConfig.max_prefill_tokens, truncates=False))
 
 
 def token_bytes(config: DecoderConfig, recipe: Recipe) -> int:

@@ -47,6 +47,7 @@ def sampled_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: 
             f"decode steps are sampled {least} tokens at a time, and completions have {work.completion_tokens}. "
             "Measure a whole step: leave out --sampled"
         )
+    engine.lend()
     policy, seconds = engine.decoder, partial(mean_seconds, device=engine.device)
     batch = random_mini_batch(work, engine)
     few = replace(batch, microbatches=batch.microbatches[:MICROBATCHES])
@@ -77,6 +78,7 @@ def rollout_seconds(work: StepWork, engine: Engine) -> float:
     prompts = torch.randint(vocab_size, (work.num_prompts, work.prompt_tokens)).tolist()
     prefill = partial(engine.generate, prompts, SamplingConfig(), max_completion_tokens=1, group_size=work.group_size)
     seconds = mean_seconds(prefill, device=engine.device)
+    seconds += once(partial(hand_over, engine), engine.device)
     fill_(engine.cache)
     rounds, rest = divmod(work.num_sequences, at_once)
     last = work.longest - (CALLS + 2) * engine.decode_steps
@@ -87,6 +89,12 @@ def rollout_seconds(work: StepWork, engine: Engine) -> float:
             mean = torch.tensor(steps).unfold(0, 2, 1).mean().item()  # of straight lines between the contexts
             seconds += times * work.completion_tokens * mean / 1e3
     return seconds
+
+
+def hand_over(engine: Engine) -> None:
+    """The cache's memory to training and back, where it is lent."""
+    engine.lend()
+    engine.cache.take_back()
 
 
 @torch.no_grad()

@@ -1,12 +1,12 @@
 """Casts to FP8 in the layouts that the GEMMs of each recipe read, each tensor read as rarely as it can be.
 
     cast_rows      X [M, K]  ->  q [M, K], a scale per row                         rowwise
-    cast_columns   X [T, K]  ->  q [K, T], a scale per column                      rowwise: WGrad, and W for DGrad
     cast_1x128     X [M, K]  ->  q [M, K], a scale per row and 128 columns         FProp X, DGrad dY
     cast_128x1     X [T, K]  ->  q [K, T], a scale per column and 128 rows         WGrad X, dY: reduced over T
     cast_both      the last two from one read                                      a gradient
     cast_128x128   W [N, K]  ->  q [N, K], its transpose, a scale per 128 x 128    a weight, once per optimiser step
-    cast_tensor    X [M, K]  ->  q [M, K], its transpose, one scale                tensorwise
+
+Scales of whole columns and matrices are in `kernels.cast_whole`.
 
 The bytes and scales are those of `numerics.fp8.quantize`, on any device. A GEMM reads scales along its outer
 dimension, so they lie with that dimension contiguous: a scale [M, B] has strides (1, M).
@@ -21,10 +21,9 @@ of larger tensors, and where it is larger than X it is the cast of X with zeros,
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from octavo.kernels.cast_kernels import amax_kernel, block_kernel, rows_kernel, scaled_kernel, tile_kernel
+from octavo.kernels.cast_kernels import block_kernel, rows_kernel, tile_kernel
 from octavo.kernels.cast_outputs import (
     BLOCK,
     COLUMN_TILE,
@@ -32,29 +31,23 @@ from octavo.kernels.cast_outputs import (
     UNPADDED,
     Cast,
     Padding,
+    check_matrix,
     check_pair,
+    copy_both_ways,
+    cover,
     matrix,
-    max_registers,
     outputs,
+    reference,
     scales,
     tile_grid,
     tile_sizes,
+    zeros_around,
 )
 from octavo.kernels.device import on_gpu
 from octavo.kernels.early_launch import early_launch
 from octavo.kernels.tile import in_words
 from octavo.kernels.triton_shim import triton
-from octavo.numerics.fp8 import (
-    BLOCK_1X128,
-    BLOCK_128X128,
-    E4M3_MAX,
-    PER_ROW,
-    PER_TENSOR,
-    QuantBlock,
-    ScaleRounding,
-    quantize,
-    quantize_with_scale,
-)
+from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X128, PER_ROW, ScaleRounding, quantize
 
 ROWS_1X128 = 32
 """Rows of a program of the 1x128 cast."""
@@ -73,10 +66,10 @@ def cast_rows(
     Raises:
         ValueError: x is no floating-point matrix with unit stride along K, or `out` does not fit it.
     """
-    _check(x, "cast_rows")
+    check_matrix(x, "cast_rows")
     q, scale = outputs("cast_rows", x.shape, PER_ROW, x.device, pad_to, out)
     if not on_gpu(x, "a cast to FP8"):
-        return _reference(x, PER_ROW, rounding, q, scale)
+        return reference(x, PER_ROW, rounding, q, scale)
     if q.numel():
         _launch_rows(x, q, scale, 1, triton.next_power_of_2(q.shape[1]), rounding, activation)
     return q, scale
@@ -95,10 +88,10 @@ def cast_1x128(
     Raises:
         ValueError: x is no floating-point matrix with unit stride along K, or `out` does not fit it.
     """
-    _check(x, "cast_1x128")
+    check_matrix(x, "cast_1x128")
     q, scale = outputs("cast_1x128", x.shape, BLOCK_1X128, x.device, pad_to, out)
     if not on_gpu(x, "a cast to FP8"):
-        return _reference(x, BLOCK_1X128, rounding, q, scale)
+        return reference(x, BLOCK_1X128, rounding, q, scale)
     if q.numel():
         _launch_rows(x, q, scale, ROWS_1X128, BLOCK, rounding, activation)
     return q, scale
@@ -112,10 +105,10 @@ def cast_128x1(
     Raises:
         ValueError: x is no floating-point matrix with unit stride along K, or `out` does not fit it.
     """
-    _check(x, "cast_128x1")
+    check_matrix(x, "cast_128x1")
     q_t, scale_t = outputs("cast_128x1", x.T.shape, BLOCK_1X128, x.device, pad_to, out)
     if not on_gpu(x, "a cast to FP8"):
-        return _reference(x.T, BLOCK_1X128, rounding, q_t, scale_t)
+        return reference(x.T, BLOCK_1X128, rounding, q_t, scale_t)
     if q_t.numel():
         _launch_tiles(x, None, (q_t, scale_t), rounding)
     return q_t, scale_t
@@ -133,33 +126,16 @@ def cast_both(
     Raises:
         ValueError: x is no floating-point matrix with unit stride along K, or `out` does not fit it.
     """
-    _check(x, "cast_both")
+    check_matrix(x, "cast_both")
     plain, transposed = out or (None, None)
     plain = outputs("cast_both", x.shape, BLOCK_1X128, x.device, pad_to, plain)
     transposed = outputs("cast_both", x.T.shape, BLOCK_1X128, x.device, pad_to, transposed)
     check_pair("cast_both", plain[0], transposed[0])
     if not on_gpu(x, "a cast to FP8"):
-        return _reference(x, BLOCK_1X128, rounding, *plain), _reference(x.T, BLOCK_1X128, rounding, *transposed)
+        return reference(x, BLOCK_1X128, rounding, *plain), reference(x.T, BLOCK_1X128, rounding, *transposed)
     if plain[0].numel():
         _launch_tiles(x, plain, transposed, rounding)
     return plain, transposed
-
-
-def cast_columns(
-    x: Tensor, rounding: ScaleRounding = "none", *, pad_to: Padding = UNPADDED, out: Cast | None = None
-) -> Cast:
-    """X [T, K] bf16 or fp32 -> q [K, T] e4m3, scale [K, 1] fp32. Reads X twice: the scale is over all of T.
-
-    Raises:
-        ValueError: x is no floating-point matrix with unit stride along K, or `out` does not fit it.
-    """
-    _check(x, "cast_columns")
-    q_t, scale_t = outputs("cast_columns", x.T.shape, PER_ROW, x.device, pad_to, out)
-    if not on_gpu(x, "a cast to FP8"):
-        return _reference(x.T, PER_ROW, rounding, q_t, scale_t)
-    if q_t.numel():
-        _launch_scaled(x, None, q_t, scale_t, None, rounding, per_column=True)
-    return q_t, scale_t
 
 
 def cast_128x128(
@@ -181,11 +157,15 @@ def cast_128x128(
     Raises:
         ValueError: w is no floating-point matrix with unit stride along K, or `out` does not fit it.
     """
-    _check(w, "cast_128x128")
-    q, q_t, scale = _outputs_both_ways("cast_128x128", w, BLOCK_128X128, transposed, pad_to, out)
+    check_matrix(w, "cast_128x128")
+    given_q, given_q_t, given_scale = out or (None, None, None)
+    q = matrix("cast_128x128", w.shape, w.device, pad_to, given_q)
+    q_t = matrix("cast_128x128", w.T.shape, w.device, pad_to, given_q_t) if transposed else None
+    check_pair("cast_128x128", q, q_t)
+    scale = scales("cast_128x128", q.shape, BLOCK_128X128, w.device, given_scale)
     if not on_gpu(w, "a cast to FP8"):
-        whole, new_scale = quantize(_zeros_around(w, _cover(q, q_t)), BLOCK_128X128, rounding)
-        _copy_both_ways(whole, q, q_t)
+        whole, new_scale = quantize(zeros_around(w, cover(q, q_t)), BLOCK_128X128, rounding)
+        copy_both_ways(whole, q, q_t)
         return q, q_t, scale.copy_(new_scale)
     if q.numel():
         transpose = q if q_t is None else q_t
@@ -207,91 +187,6 @@ def cast_128x128(
             num_warps=4,
         )
     return q, q_t, scale
-
-
-def cast_tensor(
-    x: Tensor,
-    rounding: ScaleRounding = "none",
-    *,
-    scale: Tensor | None = None,
-    num_saturated: Tensor | None = None,
-    transposed: bool = False,
-    pad_to: Padding = UNPADDED,
-    out: tuple[Tensor, Tensor | None, Tensor] | None = None,
-    activation: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """X [M, K] bf16 or fp32 -> q [M, K] e4m3, q^T [K, M] e4m3, scale [1, 1] fp32. Reads X twice, or once if given one.
-
-    Args:
-        x: the matrix.
-        rounding: of the scale.
-        scale: [1, 1] fp32, a frozen one instead of one from the amax; values beyond 448 * scale saturate.
-        num_saturated: int64, one element: the number of values beyond 448 * scale is added to it.
-        transposed: False leaves q^T out: None.
-        pad_to, out, activation: see the head of the file. A given scale is the one that is returned.
-
-    Raises:
-        ValueError: x is no floating-point matrix with unit stride along K, or `out` does not fit it.
-    """
-    _check(x, "cast_tensor")
-    q, q_t, own_scale = _outputs_both_ways("cast_tensor", x, PER_TENSOR, transposed, pad_to, out)
-    target = own_scale if scale is None else scale
-    if not on_gpu(x, "a cast to FP8"):
-        whole = _zeros_around(x, _cover(q, q_t))
-        if scale is None:
-            target.copy_(quantize(whole, PER_TENSOR, rounding)[1])
-        elif num_saturated is not None:
-            num_saturated += (x.float().abs() > E4M3_MAX * scale).sum()
-        _copy_both_ways(quantize_with_scale(whole, target, PER_TENSOR), q, q_t)
-    elif q.numel():
-        _launch_scaled(x, q, q_t, target, num_saturated, rounding, given=scale is not None, activation=activation)
-    return q, q_t, target
-
-
-def _check(x: Tensor, name: str) -> None:
-    if x.ndim != 2 or not x.is_floating_point() or x.stride(1) != 1:
-        raise ValueError(
-            f"{name} wants a floating-point matrix [M, K] with unit stride along K; got shape {tuple(x.shape)}, stride "
-            f"{x.stride()}, dtype {x.dtype}"
-        )
-
-
-def _outputs_both_ways(
-    name: str,
-    x: Tensor,
-    quant_block: QuantBlock,
-    transposed: bool,
-    pad_to: Padding,
-    out: tuple[Tensor, Tensor | None, Tensor] | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """q, its transpose if that is wanted, and the scales that they share."""
-    given_q, given_q_t, given_scale = out or (None, None, None)
-    q = matrix(name, x.shape, x.device, pad_to, given_q)
-    q_t = matrix(name, x.T.shape, x.device, pad_to, given_q_t) if transposed else None
-    check_pair(name, q, q_t)
-    return q, q_t, scales(name, q.shape, quant_block, x.device, given_scale)
-
-
-def _reference(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding, q: Tensor, scale: Tensor) -> Cast:
-    """The cast that defines the right answer, of X with zeros around it where q is larger."""
-    new_q, new_scale = quantize(_zeros_around(x, q.shape), quant_block, rounding)
-    return q.copy_(new_q), scale.copy_(new_scale)
-
-
-def _zeros_around(x: Tensor, size: torch.Size) -> Tensor:
-    return torch.nn.functional.pad(x, (0, size[1] - x.shape[1], 0, size[0] - x.shape[0]))
-
-
-def _cover(q: Tensor, q_t: Tensor | None) -> torch.Size:
-    """Rows and columns of a matrix that has those of a cast and of its transpose."""
-    sizes = [q.shape] if q_t is None else [q.shape, q_t.T.shape]
-    return torch.Size(max(lengths) for lengths in zip(*sizes, strict=True))
-
-
-def _copy_both_ways(whole: Tensor, q: Tensor, q_t: Tensor | None) -> None:
-    q.copy_(whole[: q.shape[0], : q.shape[1]])
-    if q_t is not None:
-        q_t.copy_(whole.T[: q_t.shape[0], : q_t.shape[1]])
 
 
 def _launch_rows(
@@ -336,48 +231,4 @@ def _launch_tiles(x: Tensor, plain: Cast | None, transposed: Cast | None, roundi
         TRANSPOSED=transposed is not None,
         POWER_OF_TWO=rounding == "power_of_two",
         num_warps=num_warps,
-    )
-
-
-def _launch_scaled(
-    x: Tensor,
-    plain: Tensor | None,
-    transposed: Tensor | None,
-    scale: Tensor,
-    num_saturated: Tensor | None,
-    rounding: ScaleRounding,
-    *,
-    per_column: bool = False,
-    given: bool = False,
-    activation: bool = False,
-) -> None:
-    """A scale per column or one for all: the magnitudes first, unless the scale is given, then the cast."""
-    words, num_warps = COLUMN_TILE if plain is None else TILE
-    aligned, *source = in_words(x)
-    either = transposed if plain is None else plain
-    assert either is not None
-    q, q_t = (either if y is None else y for y in (plain, transposed))
-    grid = tile_grid(q_t.T if plain is None else q, words)
-    bits = torch.zeros(q_t.shape[0] if per_column else 1, dtype=torch.int32, device=x.device)
-    tile = {"WORDS": words, "ALIGNED": aligned, "PER_COLUMN": per_column, "num_warps": num_warps}
-    tile |= early_launch(x, activation)
-    if not given:
-        amax_kernel[grid](x, bits, x.shape[0], *source, len(bits), **tile)
-    scaled_kernel[grid](
-        x,
-        bits,
-        scale,
-        bits if num_saturated is None else num_saturated,
-        q,
-        q_t,
-        x.shape[0],
-        *source,
-        *tile_sizes(q, scale, q_t, scale),
-        **tile,
-        PLAIN=plain is not None,
-        TRANSPOSED=transposed is not None,
-        GIVEN=given,
-        COUNT=num_saturated is not None,
-        POWER_OF_TWO=rounding == "power_of_two",
-        maxnreg=max_registers(x),
     )

@@ -6,9 +6,11 @@ from octavo.kernels.e4m3 import inverse_of, magnitude_bits, minus_quotient, pack
 from octavo.kernels.early_launch import begin
 from octavo.kernels.tile import (
     amax_columns,
+    amax_rows,
     cast_tile,
     load_tile,
     store_column_scales,
+    store_row_scales,
     store_rows,
     store_transposed,
     values_of,
@@ -110,48 +112,69 @@ def _pack4(x0, x1, x2, x3, scale):
 
 @triton.jit
 def amax_kernel(
-    x_ptr, bits_ptr, T, K, stride, columns,
-    WORDS: tl.constexpr, ALIGNED: tl.constexpr, PER_COLUMN: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, bits_ptr, groups_ptr, T, K, stride, T_out, K_out, row_bits,
+    WORDS: tl.constexpr, ALIGNED: tl.constexpr, PER_COLUMN: tl.constexpr, PER_ROW: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program for 128 rows and 2 * WORDS columns: raises the bits of the largest magnitude so far."""
+    """One program for 128 rows and 2 * WORDS columns: raises the bits of the largest magnitudes so far.
+
+    One for each projection; or for each column, of each projection along the rows, and then from `row_bits` on for each
+    row, of each projection along the columns. Maxima do not depend on the order of programs.
+    """
     begin(EARLY)
     row_block, column_block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    row_group, _ = _group_of(groups_ptr, row_block, SPLIT == "rows")
+    column_group, _ = _group_of(groups_ptr, column_block, SPLIT == "columns")
     t, word = row_block * 128 + 4 * tl.arange(0, 32), column_block * WORDS + tl.arange(0, WORDS)
     w0, w1, w2, w3 = load_tile(x_ptr, t, word, T, K, stride, ALIGNED)
     low, high = amax_columns(w0, w1, w2, w3)
     if PER_COLUMN:
         column = 2 * word
-        tl.atomic_max(bits_ptr + column, low, mask=column < columns, sem="relaxed")
-        tl.atomic_max(bits_ptr + column + 1, high, mask=column + 1 < columns, sem="relaxed")
+        at = bits_ptr + row_group * K_out + column
+        tl.atomic_max(at, low, mask=column < K_out, sem="relaxed")
+        tl.atomic_max(at + 1, high, mask=column + 1 < K_out, sem="relaxed")
     else:
-        tl.atomic_max(bits_ptr, tl.max(tl.maximum(low, high), axis=0), sem="relaxed")
+        tl.atomic_max(bits_ptr + row_group + column_group, tl.max(tl.maximum(low, high), axis=0), sem="relaxed")
+    if PER_ROW:
+        at = bits_ptr + row_bits + column_group * T_out + t
+        tl.atomic_max(at, amax_rows(w0), mask=t < T_out, sem="relaxed")
+        tl.atomic_max(at + 1, amax_rows(w1), mask=t + 1 < T_out, sem="relaxed")
+        tl.atomic_max(at + 2, amax_rows(w2), mask=t + 2 < T_out, sem="relaxed")
+        tl.atomic_max(at + 3, amax_rows(w3), mask=t + 3 < T_out, sem="relaxed")
 
 
 @triton.jit
 def scaled_kernel(
-    x_ptr, bits_ptr, scale_ptr, saturated_ptr, q_ptr, q_t_ptr, T, K, stride,
-    T_out, K_out, words, stride_q, stride_s, words_t, stride_t, stride_s_t,
+    x_ptr, bits_ptr, groups_ptr, saturated_ptr, q_ptr, scale_ptr, q_t_ptr, scale_t_ptr, T, K, stride,
+    T_out, K_out, words, stride_q, stride_s, words_t, stride_t, stride_s_t, row_bits,
     WORDS: tl.constexpr, ALIGNED: tl.constexpr, PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_COLUMN: tl.constexpr, GIVEN: tl.constexpr, COUNT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    EARLY: tl.constexpr,
+    PER_COLUMN: tl.constexpr, PER_ROW: tl.constexpr, SPLIT: tl.constexpr, GIVEN: tl.constexpr, COUNT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program for 128 rows and 2 * WORDS columns: by scales from `amax_kernel`, or by one that is GIVEN."""
+    """One program for 128 rows and 2 * WORDS columns: by scales from `amax_kernel`, or by one that is GIVEN.
+
+    The last tiles go first: what `amax_kernel` read last may still be in the cache.
+    """
     begin(EARLY)
-    row_block, column_block = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
+    row_block = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    column_block = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    row_group, begins_rows = _group_of(groups_ptr, row_block, SPLIT == "rows")
+    column_group, begins_columns = _group_of(groups_ptr, column_block, SPLIT == "columns")
     t, word = row_block * 128 + 4 * tl.arange(0, 32), column_block * WORDS + tl.arange(0, WORDS)
     w0, w1, w2, w3 = load_tile(x_ptr, t, word, T, K, stride, ALIGNED)
     if PER_COLUMN:
         column = 2 * word
-        low = scale_from_bits(tl.load(bits_ptr + column, mask=column < K_out, other=0), POWER_OF_TWO)
-        high = scale_from_bits(tl.load(bits_ptr + column + 1, mask=column + 1 < K_out, other=0), POWER_OF_TWO)
-        if row_block == 0:
-            store_column_scales(scale_ptr, low, high, word, K_out)
+        at = bits_ptr + row_group * K_out + column
+        low = scale_from_bits(tl.load(at, mask=column < K_out, other=0), POWER_OF_TWO)
+        high = scale_from_bits(tl.load(at + 1, mask=column + 1 < K_out, other=0), POWER_OF_TWO)
+        if begins_rows:
+            store_column_scales(scale_t_ptr + row_group * stride_s_t, low, high, word, K_out)
     else:
         if GIVEN:
             scale = tl.load(scale_ptr)
         else:
-            scale = scale_from_bits(tl.load(bits_ptr), POWER_OF_TWO)
-            tl.store(scale_ptr, scale)
+            scale = scale_from_bits(tl.load(bits_ptr + row_group + column_group), POWER_OF_TWO)
+            tl.store(scale_ptr + row_group + column_group * stride_s, scale)
         if COUNT:
             limit = 448.0 * scale
             beyond = _num_beyond(w0, limit) + _num_beyond(w1, limit) + _num_beyond(w2, limit) + _num_beyond(w3, limit)
@@ -159,10 +182,30 @@ def scaled_kernel(
         low = tl.full([WORDS], 0.0, tl.float32) + scale
         high = low
     if PLAIN:
-        s0 = tl.full([32], 0.0, tl.float32) + scale
-        store_rows(q_ptr, w0, w1, w2, w3, s0, s0, s0, s0, t, word, T_out, words, stride_q, GIVEN)
+        if PER_ROW:
+            at = bits_ptr + row_bits + column_group * T_out + t
+            s0 = scale_from_bits(tl.load(at, mask=t < T_out, other=0), POWER_OF_TWO)
+            s1 = scale_from_bits(tl.load(at + 1, mask=t + 1 < T_out, other=0), POWER_OF_TWO)
+            s2 = scale_from_bits(tl.load(at + 2, mask=t + 2 < T_out, other=0), POWER_OF_TWO)
+            s3 = scale_from_bits(tl.load(at + 3, mask=t + 3 < T_out, other=0), POWER_OF_TWO)
+            if begins_columns:
+                store_row_scales(scale_ptr + column_group * stride_s, s0, s1, s2, s3, t, T_out)
+        else:
+            s0 = tl.full([32], 0.0, tl.float32) + scale
+            s1, s2, s3 = s0, s0, s0
+        store_rows(q_ptr, w0, w1, w2, w3, s0, s1, s2, s3, t, word, T_out, words, stride_q, GIVEN)
     if TRANSPOSED:
         store_transposed(q_t_ptr, w0, w1, w2, w3, low, high, row_block, word, K_out, words_t, stride_t, GIVEN)
+
+
+@triton.jit
+def _group_of(groups_ptr, block, SPLIT: tl.constexpr):
+    """Which of the projections along its dimension a block is of, and whether it is the first one of it."""
+    if SPLIT:
+        group = tl.load(groups_ptr + block + 1)
+        return group, group != tl.load(groups_ptr + block)
+    else:
+        return 0, block == 0
 
 
 @triton.jit

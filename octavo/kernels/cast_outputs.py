@@ -1,11 +1,11 @@
-"""Where a cast goes: FP8 matrices with aligned rows and their scales, allocated or given."""
+"""Where a cast goes: FP8 matrices with aligned rows and their scales, allocated or given, and the reference's casts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X128, E4M3, PER_ROW, QuantBlock
+from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X128, E4M3, PER_ROW, QuantBlock, ScaleRounding, quantize
 
 BLOCK = 128
 ALLOCATED, GIVEN = 16, 8
@@ -34,6 +34,7 @@ def outputs(
     device: torch.device,
     pad_to: Padding,
     out: Cast | None,
+    groups: tuple[int, int] = (1, 1),
 ) -> Cast:
     """q and scale for a cast of that size, new or `out`, which must fit.
 
@@ -42,7 +43,7 @@ def outputs(
     """
     given_q, given_scale = out or (None, None)
     q = matrix(name, size, device, pad_to, given_q)
-    return q, scales(name, q.shape, quant_block, device, given_scale)
+    return q, scales(name, q.shape, quant_block, device, given_scale, groups)
 
 
 def matrix(name: str, size: torch.Size, device: torch.device, pad_to: Padding, given: Tensor | None) -> Tensor:
@@ -61,13 +62,21 @@ def matrix(name: str, size: torch.Size, device: torch.device, pad_to: Padding, g
     return given
 
 
-def scales(name: str, size: torch.Size, quant_block: QuantBlock, device: torch.device, given: Tensor | None) -> Tensor:
+def scales(
+    name: str,
+    size: torch.Size,
+    quant_block: QuantBlock,
+    device: torch.device,
+    given: Tensor | None,
+    groups: tuple[int, int] = (1, 1),
+) -> Tensor:
     """One scale per block, fp32: rows contiguous for 128x128, columns otherwise; or the given ones.
 
-    Columns of new ones begin at multiples of 16 bytes, as bulk copies want them.
+    Columns of new ones begin at multiples of 16 bytes, as bulk copies want them. `groups` is how many projections along
+    each dimension have blocks of their own where a block is the whole dimension.
     """
     rows, columns = (max(1, block or whole) for block, whole in zip(quant_block, size, strict=True))
-    shape = (-(-size[0] // rows), -(-size[1] // columns))
+    shape = (-(-size[0] // rows) * groups[0], -(-size[1] // columns) * groups[1])
     dim = 1 if quant_block == BLOCK_128X128 else 0
     if given is None:
         if dim:
@@ -113,3 +122,36 @@ def tile_sizes(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor) -> tuple[
 def max_registers(x: Tensor) -> int | None:
     """Registers of a thread with which two programs of 8 warps run side by side; for BF16, whose tiles fit."""
     return 128 if x.element_size() == 2 else None
+
+
+def check_matrix(x: Tensor, name: str) -> None:
+    """ValueError unless a cast takes it."""
+    if x.ndim != 2 or not x.is_floating_point() or x.stride(1) != 1:
+        raise ValueError(
+            f"{name} wants a floating-point matrix [M, K] with unit stride along K; got shape {tuple(x.shape)}, stride "
+            f"{x.stride()}, dtype {x.dtype}"
+        )
+
+
+def reference(x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding, q: Tensor, scale: Tensor) -> Cast:
+    """The cast that defines the right answer, of X with zeros around it where q is larger."""
+    new_q, new_scale = quantize(zeros_around(x, q.shape), quant_block, rounding)
+    return q.copy_(new_q), scale.copy_(new_scale)
+
+
+def zeros_around(x: Tensor, size: torch.Size) -> Tensor:
+    """X, and zeros after its rows and columns."""
+    return torch.nn.functional.pad(x, (0, size[1] - x.shape[1], 0, size[0] - x.shape[0]))
+
+
+def cover(q: Tensor, q_t: Tensor | None) -> torch.Size:
+    """Rows and columns of a matrix that has those of a cast and of its transpose."""
+    sizes = [q.shape] if q_t is None else [q.shape, q_t.T.shape]
+    return torch.Size(max(lengths) for lengths in zip(*sizes, strict=True))
+
+
+def copy_both_ways(whole: Tensor, q: Tensor, q_t: Tensor | None) -> None:
+    """What q covers of a cast, and its transpose what that does."""
+    q.copy_(whole[: q.shape[0], : q.shape[1]])
+    if q_t is not None:
+        q_t.copy_(whole.T[: q_t.shape[0], : q_t.shape[1]])

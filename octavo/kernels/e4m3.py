@@ -23,6 +23,12 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def raise_amax(bits_ptr, x):
+    """Raises the bits of the largest magnitude so far to those of the matrix x. Maxima do not depend on an order."""
+    tl.atomic_max(bits_ptr, tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
 def scale_from_bits(amax_bits, POWER_OF_TWO: tl.constexpr):
     """max(amax, MIN_AMAX) / 448, rounded up to a power of two if asked; NaN where amax is not finite."""
     amax = tl.maximum(amax_bits.to(tl.float32, bitcast=True), _MIN_AMAX)

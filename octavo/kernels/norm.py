@@ -1,7 +1,7 @@
 """RMSNorm in FP32: y = x / sqrt(mean(x^2) + norm_eps) * gain (Zhang & Sennrich 2019).
 
-`rms_norm` alone, and with what stands around it in a decoder: the residual sum before it and the cast to FP8 after
-it (`add_rms_norm_cast`). The mean of squares is summed exactly, in whole numbers on the grid of
+`rms_norm` alone, and with what stands around it in a decoder: the residual sum before it (`add_rms_norm`) and the cast
+to FP8 after it (`add_rms_norm_cast`). The mean of squares is summed exactly, in whole numbers on the grid of
 `numerics.exact.mean_square`: a row's bits do not depend on its batch, nor on which kernel, layout or device it ran in.
 """
 
@@ -14,9 +14,16 @@ from torch import Tensor
 
 from octavo.kernels.cast import cast_1x128, cast_128x1, cast_rows
 from octavo.kernels.cast_outputs import BLOCK, COLUMN_TILE, UNPADDED, Padding, check_fused, outputs, tile_grid
+from octavo.kernels.cast_whole import raise_amax_bits_
 from octavo.kernels.device import on_gpu
 from octavo.kernels.early_launch import early_launch
-from octavo.kernels.norm_kernels import backward_kernel, norm_cast_kernel, norm_kernel, norm_transposed_kernel
+from octavo.kernels.norm_kernels import (
+    backward_kernel,
+    norm_cast_kernel,
+    norm_kernel,
+    norm_transposed_kernel,
+    sum_norm_kernel,
+)
 from octavo.kernels.tile import in_words
 from octavo.kernels.triton_shim import triton
 from octavo.numerics.exact import mean_square, product_bits
@@ -140,6 +147,46 @@ def rms_norm_backward(
         num_warps=num_warps,
     )
     return grad_x, partial.sum(dim=0)
+
+
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, gain: Tensor, norm_eps: float, amax_bits: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h = residual + delta [T, D], its `rms_norm` [T, D] and the inverse root mean squares [T] fp32.
+
+    Args:
+        residual, delta, gain, norm_eps: as for `add_rms_norm_cast`.
+        amax_bits: of `new_amax_bits`, raised to those of the norm.
+    """
+    if not _has_kernel(residual):
+        h = residual if delta is None else residual + delta
+        y, inverse_rms = rms_norm_forward(h, gain, norm_eps)
+        raise_amax_bits_(amax_bits, y)
+        return h, y, inverse_rms
+    residual = residual.contiguous()
+    T, D = residual.shape
+    h = residual if delta is None else torch.empty_like(residual)
+    y, inverse_rms = torch.empty_like(residual), torch.empty(T, device=h.device)
+    R, block, num_warps = _tile(D)
+    if y.numel():
+        sum_norm_kernel[(-(-T // R),)](
+            residual,
+            residual if delta is None else delta.contiguous(),
+            gain,
+            h,
+            inverse_rms,
+            y,
+            inverse_rms if amax_bits is None else amax_bits,
+            T,
+            R=R,
+            BLOCK_D=block,
+            ADD=delta is not None,
+            AMAX=amax_bits is not None,
+            num_warps=num_warps,
+            **norm_constants(D, norm_eps),
+            **early_launch(residual),
+        )
+    return h, y, inverse_rms
 
 
 def add_rms_norm_cast(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from octavo.kernels.e4m3 import inverse_of, magnitude_bits, quotient, round_bf16, scale_from_bits, to_e4m3
+from octavo.kernels.e4m3 import (
+    inverse_of,
+    magnitude_bits,
+    quotient,
+    raise_amax,
+    round_bf16,
+    scale_from_bits,
+    to_e4m3,
+)
 from octavo.kernels.early_launch import begin
 from octavo.kernels.tile import bf16_words, cast_tile, load_tile, values_of
 from octavo.kernels.triton_shim import tl, triton
@@ -66,16 +74,7 @@ def norm_cast_kernel(
     begin(EARLY)
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (rows[:, None] < T) & (d < D)
-    at = rows[:, None] * D + d
-    h = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        h = round_bf16(h + tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32))
-        tl.store(h_ptr + at, h, mask=inside)
-    inverse = inverse_rms_of(h, D, BITS, NORM_EPS)
-    tl.store(inverse_ptr + rows, inverse, mask=rows < T)
-    y = round_bf16(h * inverse[:, None] * tl.load(gain_ptr + d, mask=d < D, other=0.0))
-    y = tl.where(inside, y, 0.0)  # not -0 of a negative gain, nor NaN of a row's
+    y = _norm_of_sum(residual_ptr, delta_ptr, gain_ptr, h_ptr, inverse_ptr, rows, d, T, D, BITS, NORM_EPS, ADD)
     if PER_ROW:
         scale = scale_from_bits(tl.max(magnitude_bits(y), axis=1), POWER_OF_TWO)
         tl.store(scale_ptr + rows, scale, mask=rows < T_out)
@@ -89,6 +88,40 @@ def norm_cast_kernel(
         tl.store(scale_ptr + block.to(tl.int64) * stride_s + rows[:, None], scale, mask=inside_blocks)
         y = tl.reshape(quotient(y, scale[:, :, None], inverse_of(scale)[:, :, None]), [R, BLOCK_D])
     tl.store(q_ptr + rows[:, None] * stride_q + d, to_e4m3(y), mask=(rows[:, None] < T_out) & (d < D_out))
+
+
+@triton.jit
+def sum_norm_kernel(
+    residual_ptr, delta_ptr, gain_ptr, h_ptr, inverse_ptr, y_ptr, bits_ptr, T,
+    R: tl.constexpr, BLOCK_D: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, NORM_EPS: tl.constexpr,
+    ADD: tl.constexpr, AMAX: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program for R rows: h and its norm. With AMAX it raises the bits of the norm's largest magnitude so far."""
+    begin(EARLY)
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    y = _norm_of_sum(residual_ptr, delta_ptr, gain_ptr, h_ptr, inverse_ptr, rows, d, T, D, BITS, NORM_EPS, ADD)
+    tl.store(y_ptr + rows[:, None] * D + d, y, mask=(rows[:, None] < T) & (d < D))
+    if AMAX:
+        raise_amax(bits_ptr, y)
+
+
+@triton.jit
+def _norm_of_sum(
+    residual_ptr, delta_ptr, gain_ptr, h_ptr, inverse_ptr, rows, d, T,
+    D: tl.constexpr, BITS: tl.constexpr, NORM_EPS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """The norm of residual + delta, zeros outside the matrix; stores that sum and the inverse root mean squares."""
+    inside = (rows[:, None] < T) & (d < D)
+    at = rows[:, None] * D + d
+    h = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        h = round_bf16(h + tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32))
+        tl.store(h_ptr + at, h, mask=inside)
+    inverse = inverse_rms_of(h, D, BITS, NORM_EPS)
+    tl.store(inverse_ptr + rows, inverse, mask=rows < T)
+    y = round_bf16(h * inverse[:, None] * tl.load(gain_ptr + d, mask=d < D, other=0.0))
+    return tl.where(inside, y, 0.0)  # not -0 of a negative gain, nor NaN of a row's
 
 
 @triton.jit

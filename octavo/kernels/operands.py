@@ -6,7 +6,7 @@ along the rows of a 128 x 128 weight: what ends within a block is filled up with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -19,18 +19,16 @@ from octavo.kernels.cast import (
     cast_128x1,
     cast_128x128,
     cast_both,
-    cast_columns,
     cast_rows,
-    cast_tensor,
 )
 from octavo.kernels.cast_outputs import GIVEN, UNPADDED, outputs, padded
+from octavo.kernels.cast_whole import cast_columns, cast_rows_columns, cast_tensor
 from octavo.kernels.device import runs_kernels
 from octavo.numerics.exact import K_BLOCK, block_edges, product_bits, to_grid
 from octavo.numerics.fp8 import (
     BLOCK_1X128,
     BLOCK_128X1,
     BLOCK_128X128,
-    E4M3,
     PER_COLUMN,
     PER_ROW,
     PER_TENSOR,
@@ -46,6 +44,8 @@ TOKEN_BLOCK = 128
 """Token counts are padded with zeros to a multiple of this for WGrad."""
 FILLED = (1, K_BLOCK)
 """Padding of a cast that is reduced over whole blocks."""
+BOTH = ((BLOCK_1X128, BLOCK_128X1), (PER_ROW, PER_COLUMN), (PER_TENSOR, PER_TENSOR))
+"""Blocks of X for a product over its columns and for one over its rows that one cast makes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,15 +170,20 @@ def quantize_matrix(
 
 
 def quantize_both(
-    x: Tensor, quant_block: QuantBlock, rounding: ScaleRounding, splits: Sequence[int]
+    x: Tensor,
+    quant_block: QuantBlock,
+    rounding: ScaleRounding,
+    splits: Sequence[int],
+    amax_bits: Tensor | None = None,
 ) -> tuple[Operand, QuantizedMatrix]:
     """X [T, K] ready for a product reduced over K, and as it is saved for one over T, from one cast; for kernels.
 
     Args:
         x: [T, K] bf16, T a multiple of 128, K of 16; see `can_quantize_both`.
-        quant_block: of the first; 1x128, and then 128x1 of the second; or per tensor, the same bytes in both.
+        quant_block: of the first, one of BOTH with that of the second.
         rounding: of the scales.
         splits: widths of the fused projections along K, multiples of 128 where there are several.
+        amax_bits: per tensor only, see `cast_tensor`.
     """
     T, K = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()  # a gradient may be expanded
@@ -188,26 +193,23 @@ def quantize_both(
         (q, scale), (q_t, scale_t) = cast_both(x, rounding, out=(plain, transposed))
         left = Operand(q, scale, block_edges(K), by_blocks=True)
         return left, QuantizedMatrix(q_t.T, scale_t.T, block_edges(T), range(K + 1), BLOCK_128X1)
-    assert quant_block == PER_TENSOR, quant_block
-    q, q_t = (torch.empty(size, dtype=E4M3, device=x.device) for size in ((T, K), (K, T)))
-    scales, edges = [], split_edges(splits, None)
-    for start, stop in pairwise(edges):
-        scale = torch.empty(1, 1, device=x.device)
-        out = (q[:, start:stop], q_t[start:stop], scale)
-        scales.append(cast_tensor(x[:, start:stop], rounding, transposed=True, out=out)[2])
-    scale = torch.cat(scales, dim=1)
-    along = QuantizedMatrix(q, scale, [0, T], edges, PER_TENSOR)
-    return along.operand(), replace(along, q=q_t.T)
+    edges = split_edges(splits, None)
+    if quant_block == PER_TENSOR:
+        q, shared, scale = cast_tensor(x, rounding, transposed=True, column_splits=splits, amax_bits=amax_bits)
+        assert shared is not None
+        along = QuantizedMatrix(q, scale, [0, T], edges, PER_TENSOR)
+        return along.operand(), replace(along, q=shared.T)
+    assert quant_block == PER_ROW, quant_block
+    (q, scale), (q_t, scale_t) = cast_rows_columns(x, rounding, column_splits=splits)
+    along = QuantizedMatrix(q, scale, range(T + 1), edges, PER_ROW)
+    return along.operand(), QuantizedMatrix(q_t.T, scale_t.T, [0, T], range(K + 1), PER_COLUMN)
 
 
 def can_quantize_both(x: Tensor, splits: Sequence[int], along: QuantBlock | None, across: QuantBlock | None) -> bool:
     """Whether `quantize_both` makes operands in these two blocks of X [T, K]."""
-    if not len(x) or len(x) % TOKEN_BLOCK:
+    if not len(x) or len(x) % TOKEN_BLOCK or (along, across) not in BOTH:
         return False
-    aligned = all(size % K_BLOCK == 0 for size in splits)
-    if (along, across) == (BLOCK_1X128, BLOCK_128X1):
-        return aligned or (len(splits) == 1 and splits[0] % 16 == 0)
-    return aligned and (along, across) == (PER_TENSOR, PER_TENSOR)
+    return all(size % K_BLOCK == 0 for size in splits) or (len(splits) == 1 and splits[0] % ROW_MULTIPLE == 0)
 
 
 def quantized_operand(
@@ -337,17 +339,6 @@ def _places(edges: tuple[int, ...], multiple: int, device: torch.device) -> Tens
     """Where each index lies once every block is filled up to the multiple, int64."""
     runs = _runs(edges, multiple)
     return torch.tensor([at for low, high, place in runs for at in range(place, place + high - low)], device=device)
-
-
-def weight_pieces(splits: Sequence[int]) -> Iterator[tuple[slice, slice, slice]]:
-    """Rows of W, blocks of 128 rows, and columns of W^T that a cast takes at a time, so that no block straddles two."""
-    edges = [0, *accumulate(splits)]
-    aligned = all(edge % K_BLOCK == 0 for edge in edges[:-1])
-    place = 0
-    for start, stop in [(0, edges[-1])] if aligned else pairwise(edges):
-        blocks = slice(place, place + -(-(stop - start) // K_BLOCK))
-        yield slice(start, stop), blocks, slice(blocks.start * K_BLOCK, blocks.stop * K_BLOCK)
-        place = blocks.stop
 
 
 def values_of(matrix: QuantizedMatrix | Tensor) -> Tensor:

@@ -216,15 +216,13 @@ def _attend(
             scores, largest, total, unit, factor, 0, shared, SCALED, STAGES, wide
         )
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
-        for block in range(0, num_full - 1):
-            acc = _start_sum(weights, acc, block, shared, STAGES)
-            coming = _start_scores(q_tile, block + 2, shared, STAGES, layout)
-            largest, total, moved, unit, weights = _weights(
-                scores, largest, total, unit, factor, block + 1, shared, SCALED, STAGES, wide
-            )
-            scores, acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, acc])
-            hopper.mbarrier.arrive(v_empty.index(block % STAGES), count=1)
-            acc *= moved.expand_dims(1)
+        state = scores, weights, acc, moved, largest, total, unit
+        for pair in range(0, (num_full - 1) // 2):  # two blocks, whose scores take turns in the registers
+            state = _step(state, q_tile, factor, 2 * pair, shared, SCALED, STAGES, layout, wide)
+            state = _step(state, q_tile, factor, 2 * pair + 1, shared, SCALED, STAGES, layout, wide)
+        if num_full % 2 == 0:
+            state = _step(state, q_tile, factor, num_full - 2, shared, SCALED, STAGES, layout, wide)
+        scores, weights, acc, moved, largest, total, unit = state
         acc = _start_sum(weights, acc, num_full - 1, shared, STAGES)
         acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
         hopper.mbarrier.arrive(v_empty.index((num_full - 1) % STAGES), count=1)
@@ -271,6 +269,24 @@ def _attend(
     at = out_ptr + row_at + gl.arange(0, DH, gl.SliceLayout(0, wide)).expand_dims(0)
     mask = gl.convert_layout(here, gl.SliceLayout(1, wide)).expand_dims(1).broadcast_to([64, DH])
     gl.store(at, result.to(gl.bfloat16), mask=mask)
+
+
+@gluon.jit
+def _step(
+    state, q_tile, factor, block, shared, SCALED: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    wide: gl.constexpr,
+):  # fmt: skip
+    """The sum with a block's values and the scores of the block after next, while the next one's weights are found."""
+    v_empty = shared[7]
+    scores, weights, acc, moved, largest, total, unit = state
+    acc = _start_sum(weights, acc, block, shared, STAGES)
+    coming = _start_scores(q_tile, block + 2, shared, STAGES, layout)
+    largest, total, moved, unit, weights = _weights(
+        scores, largest, total, unit, factor, block + 1, shared, SCALED, STAGES, wide
+    )
+    scores, acc, weights = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, acc, weights])
+    hopper.mbarrier.arrive(v_empty.index(block % STAGES), count=1)
+    return scores, weights, acc * moved.expand_dims(1), moved, largest, total, unit
 
 
 @gluon.jit

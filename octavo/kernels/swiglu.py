@@ -23,6 +23,7 @@ from octavo.kernels.cast_outputs import (
     tile_grid,
     tile_sizes,
 )
+from octavo.kernels.cast_whole import raise_amax_bits_
 from octavo.kernels.device import on_gpu
 from octavo.kernels.early_launch import early_launch
 from octavo.kernels.swiglu_kernels import (
@@ -60,11 +61,13 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate_up)
 
 
-def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """`swiglu` without a gradient."""
+def swiglu_forward(gate_up: Tensor, amax_bits: Tensor | None = None) -> Tensor:
+    """`swiglu` without a gradient; raises `amax_bits`, of `new_amax_bits`, to those of the result."""
     if not _has_kernel(gate_up):
         gate, up = _halves(gate_up)
-        return (gate * _sigmoid(gate) * up).to(gate_up.dtype)
+        y = (gate * _sigmoid(gate) * up).to(gate_up.dtype)
+        raise_amax_bits_(amax_bits, y)
+        return y
     rows, F = _as_rows(gate_up), gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
     if y.numel():
@@ -72,26 +75,30 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
             rows,
             rows[:, F:],
             y,
+            y if amax_bits is None else amax_bits,
             len(rows),
             F,
             rows.stride(0),
             R=ROWS,
             BLOCK_F=COLUMNS,
+            AMAX=amax_bits is not None,
             num_warps=4,
             **early_launch(rows),
         )
     return y
 
 
-def swiglu_backward(gate_up: Tensor, grad_y: Tensor) -> Tensor:
-    """Gradient of gate_up, [T, 2F] in its dtype, from that of y [T, F]."""
+def swiglu_backward(gate_up: Tensor, grad_y: Tensor, amax_bits: Tensor | None = None) -> Tensor:
+    """Gradient of gate_up, [T, 2F] in its dtype, from that of y [T, F]; `amax_bits` are those of gate's and of up's."""
     if not _has_kernel(gate_up):
         grad_y = grad_y.float()
         gate, up = _halves(gate_up)
         sigmoid = _sigmoid(gate)
         grad_up = grad_y * gate * sigmoid
         grad_gate = grad_y * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        return torch.cat([grad_gate, grad_up], dim=-1).to(gate_up.dtype)
+        grad = torch.cat([grad_gate, grad_up], dim=-1).to(gate_up.dtype)
+        raise_amax_bits_(amax_bits, *grad.chunk(2, dim=-1))
+        return grad
     rows, grad_rows, F = _as_rows(gate_up), _as_rows(grad_y), gate_up.shape[-1] // 2
     grad = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     halves = grad.view(-1, 2 * F)
@@ -102,12 +109,14 @@ def swiglu_backward(gate_up: Tensor, grad_y: Tensor) -> Tensor:
             grad_rows,
             halves,
             halves[:, F:],
+            halves if amax_bits is None else amax_bits,
             len(rows),
             F,
             rows.stride(0),
             grad_rows.stride(0),
             R=ROWS,
             BLOCK_F=COLUMNS,
+            AMAX=amax_bits is not None,
             num_warps=4,
         )
     return grad

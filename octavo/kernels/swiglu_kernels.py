@@ -6,6 +6,7 @@ from octavo.kernels.e4m3 import (
     inverse_of,
     magnitude_bits,
     quotient,
+    raise_amax,
     rough_inverse,
     round_bf16,
     scale_from_bits,
@@ -38,32 +39,40 @@ def _sigmoid(x):
 
 @triton.jit
 def swiglu_kernel(
-    gate_ptr, up_ptr, y_ptr, T, F, stride, R: tl.constexpr, BLOCK_F: tl.constexpr, EARLY: tl.constexpr
+    gate_ptr, up_ptr, y_ptr, bits_ptr, T, F, stride,
+    R: tl.constexpr, BLOCK_F: tl.constexpr, AMAX: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program for R rows and BLOCK_F columns."""
+    """One program for R rows and BLOCK_F columns. With AMAX it raises the bits of the largest magnitude so far."""
     begin(EARLY)
     rows, columns, inside = _place(T, F, R, BLOCK_F)
     at = rows * stride + columns
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows * F + columns, round_bf16(gated(gate, up)), mask=inside)
+    y = round_bf16(gated(gate, up))
+    tl.store(y_ptr + rows * F + columns, y, mask=inside)
+    if AMAX:
+        raise_amax(bits_ptr, y)
 
 
 @triton.jit
 def backward_kernel(
-    gate_ptr, up_ptr, grad_y_ptr, grad_gate_ptr, grad_up_ptr, T, F, stride, stride_y,
-    R: tl.constexpr, BLOCK_F: tl.constexpr,
+    gate_ptr, up_ptr, grad_y_ptr, grad_gate_ptr, grad_up_ptr, bits_ptr, T, F, stride, stride_y,
+    R: tl.constexpr, BLOCK_F: tl.constexpr, AMAX: tl.constexpr,
 ):  # fmt: skip
-    """One program for R rows and BLOCK_F columns; the gradients of gate and up lie side by side."""
+    """One program for R rows and BLOCK_F columns; the gradients of gate and up lie side by side, as do their bits."""
     rows, columns, inside = _place(T, F, R, BLOCK_F)
     at = rows * stride + columns
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
     grad_y = tl.load(grad_y_ptr + rows * stride_y + columns, mask=inside, other=0.0).to(tl.float32)
     grad_gate, grad_up = gradients(gate, up, grad_y)
+    grad_gate, grad_up = round_bf16(grad_gate), round_bf16(grad_up)
     out = rows * (2 * F) + columns
-    tl.store(grad_gate_ptr + out, round_bf16(grad_gate), mask=inside)
-    tl.store(grad_up_ptr + out, round_bf16(grad_up), mask=inside)
+    tl.store(grad_gate_ptr + out, grad_gate, mask=inside)
+    tl.store(grad_up_ptr + out, grad_up, mask=inside)
+    if AMAX:
+        raise_amax(bits_ptr, grad_gate)
+        raise_amax(bits_ptr + 1, grad_up)
 
 
 @triton.jit

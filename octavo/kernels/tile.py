@@ -92,11 +92,9 @@ def _max_pairs(a, b):
 
 
 @triton.jit
-def amax_bits(words, axis: tl.constexpr):
-    """Largest magnitudes along an axis, as the bits of fp32: of the even columns and of the odd ones."""
-    if words.dtype == tl.int64:
-        return tl.max(words.to(tl.int32) & 0x7FFFFFFF, axis=axis), tl.max((words >> 32).to(tl.int32) & 0x7FFFFFFF, axis)
-    elif _CURE:
+def _amax_bits(words, axis: tl.constexpr):
+    """Largest magnitudes of BF16 along an axis, as the bits of fp32: of the even columns and of the odd ones."""
+    if _CURE:
         return tl.max(words & 0x7FFF, axis=axis) << 16, tl.max(words & 0x7FFF0000, axis=axis)
     else:
         largest = tl.reduce(words & 0x7FFF7FFF, axis, _max_pairs)
@@ -104,18 +102,32 @@ def amax_bits(words, axis: tl.constexpr):
 
 
 @triton.jit
+def _magnitudes(words):
+    """Bits of the magnitudes in int64 words, of the even columns and of the odd ones."""
+    return words.to(tl.int32) & 0x7FFFFFFF, (words >> 32).to(tl.int32) & 0x7FFFFFFF
+
+
+@triton.jit
 def amax_columns(w0, w1, w2, w3):
     """Largest magnitudes of the even columns and of the odd ones, as bits."""
-    if w0.dtype == tl.int64 or _CURE:
-        low0, high0 = amax_bits(w0, 0)
-        low1, high1 = amax_bits(w1, 0)
-        low2, high2 = amax_bits(w2, 0)
-        low3, high3 = amax_bits(w3, 0)
+    if w0.dtype == tl.int64:
+        low0, high0 = _magnitudes(w0)
+        low1, high1 = _magnitudes(w1)
+        low2, high2 = _magnitudes(w2)
+        low3, high3 = _magnitudes(w3)
+        low = tl.maximum(tl.maximum(low0, low1), tl.maximum(low2, low3))
+        high = tl.maximum(tl.maximum(high0, high1), tl.maximum(high2, high3))
+        return tl.max(low, axis=0), tl.max(high, axis=0)
+    elif _CURE:
+        low0, high0 = _amax_bits(w0, 0)
+        low1, high1 = _amax_bits(w1, 0)
+        low2, high2 = _amax_bits(w2, 0)
+        low3, high3 = _amax_bits(w3, 0)
         low = tl.maximum(tl.maximum(low0, low1), tl.maximum(low2, low3))
         return low, tl.maximum(tl.maximum(high0, high1), tl.maximum(high2, high3))
     else:
         largest = _max_pairs(w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF)
-        return amax_bits(_max_pairs(largest, _max_pairs(w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF)), 0)
+        return _amax_bits(_max_pairs(largest, _max_pairs(w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF)), 0)
 
 
 @triton.jit
@@ -135,8 +147,18 @@ def row_scales(w0, w1, w2, w3, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _row_scale(words, POWER_OF_TWO: tl.constexpr):
-    low, high = amax_bits(words, 1)
-    return scale_from_bits(tl.maximum(low, high), POWER_OF_TWO)
+    return scale_from_bits(amax_rows(words), POWER_OF_TWO)
+
+
+@triton.jit
+def amax_rows(words):
+    """Largest magnitudes of the rows, as bits."""
+    if words.dtype == tl.int64:
+        low, high = _magnitudes(words)
+        return tl.max(tl.maximum(low, high), axis=1)
+    else:
+        low, high = _amax_bits(words, 1)
+        return tl.maximum(low, high)
 
 
 @triton.jit

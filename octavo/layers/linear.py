@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from octavo.kernels.cast import cast_128x128
+from octavo.kernels import weights
 from octavo.kernels.device import runs_kernels
 from octavo.kernels.gemm import product
 from octavo.kernels.operands import (
@@ -33,14 +33,13 @@ from octavo.kernels.operands import (
     quantized_operand,
     split_edges,
     values_of,
-    weight_pieces,
 )
 from octavo.layers.linear_function import LinearFunction
-from octavo.numerics.exact import K_BLOCK
 from octavo.numerics.fp8 import (
-    BLOCK_128X128,
     E4M3,
     E4M3_MAX,
+    PER_COLUMN,
+    PER_ROW,
     PER_TENSOR,
     QuantBlock,
     block_amax,
@@ -106,7 +105,10 @@ class FP8Linear(nn.Module):
         """E4M3 bytes and scales of the weight under one block shape, written in place at every re-quantisation."""
         assert quant_block is not None, name
         layout = quantize_matrix(torch.zeros(self.weight.shape), quant_block, row_splits=self.splits)
-        self.register_buffer(name, torch.empty(self.weight.shape, dtype=E4M3), persistent=False)
+        size = self.weight.shape
+        lies_transposed = quant_block == PER_COLUMN  # as DGrad's kernels read it
+        q = torch.empty(size[::-1], dtype=E4M3).T if lies_transposed else torch.empty(size, dtype=E4M3)
+        self.register_buffer(name, q, persistent=False)
         self.register_buffer(f"{name}_scale", torch.empty(layout.scale.shape), persistent=False)
 
     @torch.no_grad()
@@ -115,30 +117,32 @@ class FP8Linear(nn.Module):
         if not self.quantized:
             self.weight_hp.copy_(self.weight)
         else:
-            for name in ("weight_q", "dgrad_q"):
-                if name in self._buffers:
-                    self._requantize(name)
+            self._requantize()
         if self.bias is not None and self.bias_hp is not None:
             self.bias_hp.copy_(self.bias)
 
-    def _requantize(self, name: str) -> None:
-        """One set of bytes and scales; of square blocks a kernel writes W, W^T and scales from one reading of W."""
-        block, rounding = self._weight_block(name), self.recipe.scale_rounding
-        q, scale = getattr(self, name), getattr(self, f"{name}_scale")
-        if self.uses_kernels and self._casts_both_ways(block):
-            for rows, blocks, columns in weight_pieces(self.splits):
-                q_t = None if self.weight_t is None else self.weight_t[:, columns]
-                out = (q[rows], q_t, scale[blocks])
-                cast_128x128(self.weight.detach()[rows], rounding, transposed=q_t is not None, out=out)
-            increment_version([q, scale])
-            self._transposed = _state(q)
-        else:
-            new = quantize_matrix(self.weight, block, rounding, row_splits=self.splits)
-            q.copy_(new.q)
-            scale.copy_(new.scale)
-
-    def _casts_both_ways(self, quant_block: QuantBlock) -> bool:
-        return quant_block == BLOCK_128X128 and not (self.in_features % 16 or any(n % 8 for n in self.splits))
+    def _requantize(self) -> None:
+        """All bytes and scales; kernels write them where they lie, and W^T too where it is the same bytes."""
+        w, rounding = self.weight.detach(), self.recipe.scale_rounding
+        names = [name for name in ("weight_q", "dgrad_q") if name in self._buffers]
+        blocks = [self._weight_block(name) for name in names]
+        casts = [(getattr(self, name), getattr(self, f"{name}_scale")) for name in names]
+        by_kernels = self.uses_kernels and weights.can_write(self.in_features, self.splits)
+        if by_kernels and blocks == [PER_ROW, PER_COLUMN]:
+            weights.write_rows_columns(w, self.splits, rounding, *casts)
+            increment_version([*casts[0], *casts[1]])
+            return
+        for name, block, (q, scale) in zip(names, blocks, casts, strict=True):
+            if by_kernels and block in (*weights.TRANSPOSED, PER_ROW):
+                q_t = self.weight_t if name == self._dgrad_name else None
+                weights.write_weight(w, self.splits, block, rounding, (q, scale), q_t)
+                increment_version([q, scale])
+                if q_t is not None:
+                    self._transposed = _state(q)
+            else:
+                new = quantize_matrix(w, block, rounding, row_splits=self.splits)
+                q.copy_(new.q)
+                scale.copy_(new.scale)
 
     @torch.no_grad()
     def freeze_activation_scale_(self) -> None:
@@ -290,7 +294,7 @@ class FP8Linear(nn.Module):
         """[N, K] fp32 values of the weight that DGrad multiplies."""
         if not self.quantized:
             return self.weight_hp.float()
-        return self._prepared("dgrad values", lambda: self.quantized_weight(self._dgrad_name).dequantize())
+        return self._prepared("dgrad values", lambda: self.quantized_weight(self._dgrad_name).dequantize().contiguous())
 
     @property
     def _dgrad_name(self) -> str:
@@ -320,21 +324,16 @@ class FP8Linear(nn.Module):
         return weight.operand()
 
     def _prepare_dgrad(self) -> Operand:
-        """W^T for kernels. Of square blocks it is kept, for `requantize_` to write along with W."""
+        """W^T for kernels. Where it is the bytes of W it is kept, for `requantize_` to write along with W."""
         weight = self.quantized_weight(self._dgrad_name)
-        if not self._casts_both_ways(weight.quant_block):
+        if weight.quant_block not in weights.TRANSPOSED or not weights.can_write(self.in_features, self.splits):
             return weight.T.operand()
-        pieces = list(weight_pieces(self.splits))
         if self.weight_t is None:
-            self.weight_t, self._transposed = weight.q.new_zeros(self.in_features, pieces[-1][2].stop), None
+            self.weight_t, self._transposed = weights.room_for_transpose(weight, self.splits), None
         if self._transposed != _state(weight.q):
-            for rows, _, columns in pieces:
-                q_t = weight.q[rows].T
-                self.weight_t[:, columns][:, : q_t.shape[1]].copy_(q_t)
+            weights.transpose_weight(weight, self.splits, self.weight_t)
             self._transposed = _state(weight.q)
-        return Operand(
-            self.weight_t, weight.scale.T.contiguous(), weight.row_edges, by_blocks=True, rows_per_scale=K_BLOCK
-        )
+        return weights.transposed_operand(weight, self.weight_t)
 
     def quantized_weight(self, name: str) -> QuantizedMatrix:
         """The FP8 bytes and scales that rollout and training multiply."""

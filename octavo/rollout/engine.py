@@ -48,6 +48,9 @@ class EngineConfig:
     """Decode steps in a row before the host looks which completions have ended, where kernels run; else 1."""
     cuda_graphs: bool = True
     """Run decode steps as CUDA graphs, where kernels run."""
+    lend_memory: bool = False
+    """Give the KV cache's memory to training between rollouts, and take it back: larger caches and microbatches, and
+    some time in each step (docs/memory.md). For a CUDA device."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "kv_cache_tokens", "max_sequences", "max_prefill_tokens", "decode_steps"):
@@ -115,6 +118,7 @@ class Engine:
             config.page_size,
             decoder.recipe.kv_cache,
             self.device,
+            config.lend_memory,
         )
         kernels = runs_kernels(self.cache.k) and has_kernel(self.cache.k)  # the reference reads positions on the host
         self.decode_steps = config.decode_steps if kernels else 1
@@ -135,6 +139,14 @@ class Engine:
         """Tokens that prefills computed: prompts, and preempted completions again."""
         self.prefill_s = 0.0
         """Seconds that they took."""
+
+    def lend(self) -> None:
+        """Give the KV cache's memory to others until `generate` takes it back, where the config says so."""
+        self.cache.lend()
+
+    def uncounted_bytes(self) -> int:
+        """Of the KV cache while it is not lent, where torch's allocator does not count them."""
+        return 0 if self.cache.memory is None else self.cache.memory.mapped_bytes
 
     @torch.no_grad()
     def generate(
@@ -171,7 +183,7 @@ class Engine:
 
         Raises:
             ValueError: an empty prompt, one that cannot fit or that is not of this vocabulary; logits that are not
-                finite.
+                finite; the device does not give the KV cache's memory back.
         """
         check_request(self.decoder, prompts, max_completion_tokens, group_size)
         queue = Scheduler(
@@ -201,6 +213,7 @@ class Engine:
             if progress is not None:
                 progress(len(finished))
 
+        self.cache.take_back()
         while batch := queue.schedule():
             if any(sequence.is_new for sequence in batch):
                 finish(self._take(queue, batch, self._prefill(batch, sampling, seed), seed))

@@ -29,6 +29,7 @@ from octavo.kernels.triton_attention import (
 from octavo.models.config import DecoderConfig
 from octavo.numerics.fp8 import E4M3, ScaleRounding
 from octavo.numerics.recipe import StorageFormat
+from octavo.rollout.lent_memory import LentMemory, tensor_bytes
 
 MAX_GATHERED = 2
 """Keys for each new token, up to which a prefill lays the keys of its sequences end to end."""
@@ -42,7 +43,15 @@ class KVCache:
         num_pages, page_size: pages, and tokens in one. There is one page more, for what nobody will read.
         kv_format: "fp8" keeps E4M3 and one FP32 power-of-two scale per token and head.
         device: where it lives.
+        lends_memory: its memory can be lent, on a CUDA device.
     """
+
+    k: Tensor
+    """[layers, slots, Hkv, Dh]; slot = page * page_size + offset."""
+    v: Tensor
+    k_scale: Tensor | None
+    """[layers, slots, Hkv] fp32."""
+    v_scale: Tensor | None
 
     def __init__(
         self,
@@ -51,15 +60,23 @@ class KVCache:
         page_size: int,
         kv_format: StorageFormat,
         device: torch.device | str = "cpu",
+        lends_memory: bool = False,
     ) -> None:
         self.num_pages, self.page_size, self.kv_format = num_pages, page_size, kv_format
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         dtype = {"fp8": E4M3, "bf16": torch.bfloat16, "fp32": torch.float32}[kv_format]
         self.scratch_page = num_pages
         slots = (config.num_layers, (num_pages + 1) * page_size, config.num_kv_heads)
+        self.memory = None
+        if lends_memory:
+            wanted = [((*slots, config.head_dim), dtype)] * 2 + [(slots, torch.float32)] * 2 * (kv_format == "fp8")
+            self.memory = LentMemory(sum(tensor_bytes(*each) for each in wanted), torch.device(device))
+            self.k, self.v, *scales = (self.memory.tensor(*each) for each in wanted)
+            self.k_scale, self.v_scale = scales or (None, None)
+            self._clear()
+            return
         try:
             self.k = torch.zeros(*slots, config.head_dim, dtype=dtype, device=device)
-            """[layers, slots, Hkv, Dh]; slot = page * page_size + offset."""
             self.v = torch.zeros_like(self.k)
         except RuntimeError as error:  # torch has no class for a failed allocation on a CPU
             gigabytes = 2 * math.prod(slots) * config.head_dim * dtype.itemsize / 1e9
@@ -68,8 +85,28 @@ class KVCache:
                 f"Lower rollout.engine.kv_cache_tokens"
             ) from error
         self.k_scale = torch.ones(slots, device=device) if kv_format == "fp8" else None
-        """[layers, slots, Hkv] fp32."""
         self.v_scale = torch.ones(slots, device=device) if kv_format == "fp8" else None
+
+    def lend(self) -> None:
+        """Give its memory away, and what it holds with it, until `take_back`; nothing without `lends_memory`."""
+        if self.memory is not None:
+            self.memory.lend()
+
+    def take_back(self) -> None:
+        """Have its memory, as new where it was lent.
+
+        Raises:
+            ValueError: the device does not give it.
+        """
+        if self.memory is not None and self.memory.take_back():
+            self._clear()
+
+    def _clear(self) -> None:
+        for x in (self.k, self.v):
+            x.zero_()
+        for scale in (self.k_scale, self.v_scale):
+            if scale is not None:
+                scale.fill_(1.0)
 
     def write(
         self, layer: int, slot_mapping: Tensor, q: Tensor, k: Tensor, v: Tensor, transform: HeadTransform

@@ -338,7 +338,13 @@ class TrainConfig:
             )
         if isinstance(rollout.engine, VLLMConfig):
             self._check_vllm()
-        elif self.max_tokens > rollout.engine.kv_cache_tokens // rollout.engine.page_size * rollout.engine.page_size:
+            return
+        if rollout.engine.lend_memory and not self.device.startswith("cuda"):
+            raise ValueError(
+                f"rollout.engine.lend_memory=true lends the memory of a CUDA device, and device={self.device!r} is "
+                f"none. Use lend_memory=false, or device=cuda"
+            )
+        if self.max_tokens > rollout.engine.kv_cache_tokens // rollout.engine.page_size * rollout.engine.page_size:
             raise ValueError(
                 f"rollout.engine.kv_cache_tokens={rollout.engine.kv_cache_tokens} cannot hold one sequence of "
                 f"max_prompt_tokens + max_completion_tokens = {self.max_tokens} tokens. Raise it"

@@ -65,6 +65,8 @@ def train_step(
         drawn, groups, metrics = collect(run, progress, record)  # P prompts, P x G completions, rewards [P, G]
         advantages = judge(config, groups)  # [P, G]
         mini_batches = batches(config, groups.completions, advantages)  # microbatches of [T]
+    if isinstance(run.engine, Engine):
+        run.engine.lend()  # until it samples again
     metrics |= rollout_metrics(config, drawn) | scoring_metrics(drawn.problems, drawn.scored)
     record.samples = logged_samples(run, groups, advantages)
     record.audited = audited(drawn.problems, drawn.scored)

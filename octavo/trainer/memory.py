@@ -8,8 +8,8 @@
     update         + gradients, activations of a microbatch, what its backward holds at its widest moment
     optimizer      + gradients
 
-The phases do not coincide, so the peak is the largest. A microbatch is taken to be full, and completions to be as long
-as they may be.
+With `rollout.engine.lend_memory` the KV cache is the rollout's alone. The phases do not coincide, so the peak is the
+largest. A microbatch is taken to be full, and completions to be as long as they may be.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.rollout.engine import EngineConfig
 from octavo.rollout.sampler import looks_at_host
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.critic import critic_shape
-from octavo.trainer.memory_held import MemoryEstimate, estimate_memory
+from octavo.trainer.memory_held import MemoryEstimate, estimate_memory, kv_cache_bytes
 from octavo.trainer.memory_linear import FP32
 from octavo.trainer.memory_passes import DecoderPass
 from octavo.trainer.precision import declared_flow, rollout_shares_bytes
@@ -135,6 +135,12 @@ def plan_memory(
         prefill, decode = rollout_bytes(shape, recipe, counts.running, counts.prefill, truncates)
         rollout = {"prefill": prefill} if prefill > decode else {"decode": decode}
         reserve += decode * engine.cuda_graphs
+        if engine.lend_memory:
+            lent = [held.pop("KV cache")]
+            if "rescue in BF16" in held:  # whose steps lend the other cache
+                lent.append(kv_cache_bytes(engine, shape, get_recipe("bf16")))
+                held["rescue in BF16"] -= lent[-1]
+            rollout["KV cache"] = max(lent)
     phases = {"rollout": rollout, **_passes(config, shape, of_critic, counts, estimate)}
     return MemoryPlan(estimate=estimate, held=held, phases=phases, reserve=reserve)
 

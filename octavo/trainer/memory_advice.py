@@ -132,6 +132,7 @@ def _engine_options(config: TrainConfig) -> dict[str, list[Any]]:
         return {"gpu_memory_utilization": [each for each in lower if 0.0 < each < share]}
     pages = -(-longest // engine.page_size) * engine.page_size
     return {
+        "lend_memory": [] if engine.lend_memory or not config.device.startswith("cuda") else [True],
         "max_prefill_tokens": _halves(engine.max_prefill_tokens, longest),
         "kv_cache_tokens": _halves(engine.kv_cache_tokens, pages),
         "max_sequences": _halves(engine.max_sequences, FEWEST_SEQUENCES),

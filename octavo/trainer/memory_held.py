@@ -68,7 +68,7 @@ def estimate_memory(
         twin = forward_bytes(shape, rollout, on_gpu)
         parts["the rollout's own bytes"] = twin.stored + twin.operands + twin.head
     if config.algorithm.kl.coefficient > 0.0:
-        parts["reference model"] = masters + forward.stored + forward.operands + forward.head
+        parts["reference model"] = forward.stored + forward.operands + forward.head
     if config.calibration is not None and isinstance(config.calibration.reference, EMAReference | SnapshotReference):
         copy = forward_bytes(shape, get_recipe("bf16"), on_gpu)
         parts["calibration's reference"] = 4 * num_parameters + copy.stored

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from octavo.kernels.gemm import CUBLAS_ROWS, FEW_ROWS
 from octavo.kernels.operands import K_BLOCK, ROW_MULTIPLE
-from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X128, PER_TENSOR, QuantBlock
+from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X128, PER_COLUMN, PER_TENSOR, QuantBlock
 from octavo.numerics.recipe import Recipe
 
 BF16, FP32, INT64 = 2, 4, 8
@@ -84,11 +84,14 @@ class LinearPass:
 
     @property
     def backward_copy(self) -> int:
-        """Bytes of the transposed weight that DGrad's kernel reads."""
+        """Bytes of the transposed weight that DGrad's kernel reads; 0 where the stored one lies so."""
         if not self.quantized or self.recipe.dgrad is None:
             return 0
-        square = self.recipe.dgrad.right == BLOCK_128X128
-        return self.in_features * sum(_up(split, K_BLOCK if square else ROW_MULTIPLE) for split in self.splits)
+        right = self.recipe.dgrad.right
+        if right == PER_COLUMN and all(split % ROW_MULTIPLE == 0 for split in self.splits):
+            return 0
+        multiple = K_BLOCK if right == BLOCK_128X128 else ROW_MULTIPLE
+        return self.in_features * sum(_up(split, multiple) for split in self.splits)
 
     @property
     def keeps_x(self) -> bool:
@@ -116,13 +119,22 @@ class LinearPass:
         return FP32 * self.out_features * self.in_features
 
     @property
+    def casts_both(self) -> bool:
+        """Whether X, and dY, are of widths that one cast makes ready for both of their products."""
+        left = self.recipe.fprop.left
+        return left == BLOCK_1X128 or (_both_ways(left, (self.in_features,)) and _both_ways(left, self.splits))
+
+    @property
     def _casts_x_once(self) -> bool:
         """Whether one cast of X serves FProp and WGrad."""
         left, static = self.recipe.fprop.left, self.recipe.static_activation_scale
         return not self.keeps_x and not static and _both_ways(left, (self.in_features,))
 
-    def forward(self, ledger: Ledger, *, grad: bool, shadow: bool = False, again: bool = False) -> None:
-        """X is held before; after it Y too, and with `grad` what is saved. A static scale learns nothing `again`."""
+    def forward(
+        self, ledger: Ledger, *, grad: bool, shadow: bool = False, again: bool = False, made_of: int = 0
+    ) -> None:
+        """X is held before; after it Y too, and with `grad` what is saved. A static scale learns nothing `again`. What
+        the casts are made of ends before Y."""
         T, K, N = self.num_tokens, self.in_features, self.out_features
         left = self.recipe.fprop.left
         if grad and self.quantized:
@@ -141,6 +153,7 @@ class LinearPass:
                 ledger.touch(2 * FP32 * T * K)  # |x| once more, where saturation is counted
             operands = self.operand_bytes
         with ledger.holding(operands):
+            ledger.free(made_of)
             self.multiply(ledger, shadow=shadow)
 
     @property
@@ -218,9 +231,8 @@ class LinearPass:
 
 def _both_ways(along: QuantBlock | None, splits: Sequence[int]) -> bool:
     """Whether one cast serves a product along the columns and one across: `operands.can_quantize_both`."""
-    if along == BLOCK_1X128 and len(splits) == 1:
-        return splits[0] % 16 == 0
-    return along in (BLOCK_1X128, PER_TENSOR) and _whole(splits)
+    alone = len(splits) == 1 and splits[0] % ROW_MULTIPLE == 0
+    return along is not None and (alone or _whole(splits))
 
 
 def cast_bytes(rows: int, columns: int, block: QuantBlock | None) -> int:

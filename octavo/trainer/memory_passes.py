@@ -13,7 +13,8 @@ from octavo.kernels import lm_head
 from octavo.kernels.attention_gradients import BLOCK_BYTES, WIDTHS, blocks_of, heads_at_once
 from octavo.kernels.norm import BACKWARD_PROGRAMS, TILE_ELEMENTS
 from octavo.models.config import DecoderConfig
-from octavo.models.fused import PADDING, saves_blocks
+from octavo.models.fused import PADDING, saves_both
+from octavo.numerics.fp8 import BLOCK_1X128
 from octavo.numerics.recipe import Recipe
 from octavo.rollout.kv_cache import MAX_GATHERED
 from octavo.trainer.memory_linear import BF16, FP32, INT64, Ledger, LinearPass
@@ -105,9 +106,10 @@ class LayerPass:
         ledger.free(h, when=shadow)
         self._norm_forward(ledger, self.gate_up, **mode)
         width, fused = self._bf16(self.down.in_features), self._casts(self.gate_up, self.down) and not shadow
-        ledger.take(width, when=not fused)
+        width = 0 if fused and self._never_written else width
+        ledger.take(width)
         ledger.free(self._bf16(self.gate_up.out_features), when=not grad)
-        self.down.forward(ledger, **mode)
+        self.down.forward(ledger, **mode, made_of=width * fused)
         ledger.free(width, when=not (fused or (grad and self.down.keeps_x)))
         ledger.free(h, when=not shadow)  # what o made, a name in models/fused.py until down has made the next
         ledger.take(h)
@@ -119,9 +121,10 @@ class LayerPass:
     def _norm_forward(self, ledger: Ledger, linear: LinearPass, *, grad: bool, shadow: bool, again: bool) -> None:
         """h is held before; after it the linear layer of its norm, too, and with `grad` what both save."""
         x, fused = self._bf16(self.shape.hidden_size), self._casts(linear) and not shadow
+        x = 0 if fused and self._never_written else x
         with ledger.holding(FP32 * self.num_tokens):
-            ledger.take(x, when=not fused)
-            linear.forward(ledger, grad=grad, shadow=shadow, again=again)
+            ledger.take(x)
+            linear.forward(ledger, grad=grad, shadow=shadow, again=again, made_of=x * fused)
             ledger.free(x, when=not (fused or (grad and linear.keeps_x)))
         ledger.take(FP32 * self.num_tokens, when=grad)  # inverse root mean squares
 
@@ -172,8 +175,13 @@ class LayerPass:
         return dynamic and self.recipe.fprop.left in PADDING
 
     def _casts(self, *linears: LinearPass) -> bool:
-        """Whether what makes X of these layers casts it for FProp and for WGrad."""
-        return saves_blocks(self.recipe) and all(linear.quantized for linear in linears)
+        """Whether X of these layers goes with its casts for FProp and for WGrad."""
+        return saves_both(self.recipe) and all(linear.quantized and linear.casts_both for linear in linears)
+
+    @property
+    def _never_written(self) -> bool:
+        """Whether what goes with its casts is not held beside them."""
+        return self.recipe.fprop.left == BLOCK_1X128
 
     def backward(self, ledger: Ledger, *, accumulated: bool) -> None:
         """The gradient of the layer's output is held before; after it that of its input, and `saved` is free."""
@@ -182,6 +190,10 @@ class LayerPass:
         ledger.free(self.saved["x of down"] - self.down.saved)
         halves, made_of = self._bf16(self.gate_up.out_features), self._bf16(self.down.in_features)
         if fused:
+            if not self._never_written:
+                ledger.take(halves)
+                ledger.free(made_of + halves)
+                made_of = 0
             self.gate_up.backward_of_casts(ledger, made_of=made_of + halves)
             self._norm_backward(ledger)
             ledger.free(self.gate_up.gradient + self.down.gradient, when=accumulated)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,11 +17,13 @@ class StepClock:
 
     Args:
         device: where the step runs.
+        uncounted_bytes: what tensors take beside those that torch's allocator counts; the same throughout a phase, from
+            its first tensor on.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", uncounted_bytes: Callable[[], int] = lambda: 0) -> None:
         self.started = time.perf_counter()
-        self.device = torch.device(device)
+        self.device, self.uncounted_bytes = torch.device(device), uncounted_bytes
         self.metrics: dict[str, float] = {}
         self._open: list[str] = []
         if self.device.type == "cuda":
@@ -43,14 +45,15 @@ class StepClock:
         """All phases, and `time/step_s`; on a CUDA device `memory/held_gib`, what is left after the step."""
         self._note_peak()
         if self.device.type == "cuda":
-            self.metrics["memory/held_gib"] = torch.cuda.memory_allocated(self.device) / 2**30
+            held = torch.cuda.memory_allocated(self.device) + self.uncounted_bytes()
+            self.metrics["memory/held_gib"] = held / 2**30
         return {**self.metrics, "time/step_s": time.perf_counter() - self.started}
 
     def _note_peak(self) -> None:
         """The most bytes since this was last asked: of the step, and of every phase that is open."""
         if self.device.type != "cuda":
             return
-        gib = torch.cuda.max_memory_allocated(self.device) / 2**30
+        gib = (torch.cuda.max_memory_allocated(self.device) + self.uncounted_bytes()) / 2**30
         torch.cuda.reset_peak_memory_stats(self.device)
         for name in ("peak", *self._open):
             key = f"memory/{name}_gib"

@@ -88,8 +88,17 @@ class CompactAdamW:
         return Moment(codes, torch.zeros(-(-master.numel() // BLOCK), device=master.device))
 
     @torch.no_grad()
-    def step(self, lr: float, number: int) -> None:
-        """Update every master that has a gradient; the number of the optimiser step counts from 1."""
+    def step(self, lr: float, number: int, clip: Tensor) -> Tensor:
+        """Update every master that has a gradient.
+
+        Args:
+            lr: learning rate.
+            number: of the optimiser step, from 1.
+            clip: [] fp32, multiplies the gradients.
+
+        Returns:
+            [] int32, 0 while all of these masters are finite.
+        """
         config = self.config
         update = Update(
             number=number,
@@ -98,10 +107,13 @@ class CompactAdamW:
             beta2=config.beta2,
             adam_eps=config.adam_eps,
             weight_decay=config.weight_decay,
+            clip=clip,
+            broken=torch.zeros((), dtype=torch.int32, device=clip.device),
         )
         for index, (name, master) in enumerate(self.matrices.items()):
             if master.grad is not None:
                 adamw_(master, master.grad, *self.moments[name], update, uniform_bits(self.seed, number, index))
+        return update.broken
 
     def tensors(self) -> dict[str, Tensor]:
         """The live moments: `NAME.exp_avg`, `NAME.exp_avg_sq`, and of codes `NAME.exp_avg_scale`, ..."""
@@ -138,6 +150,7 @@ class Optimizer:
         matrices = {name: p for name, p in self.parameters.items() if p.ndim > 1}
         vectors = [p for p in self.parameters.values() if p.ndim <= 1]
         self.compact = CompactAdamW(matrices if config.compact else {}, config, seed)
+        self.by_torch = {name: p for name, p in self.parameters.items() if name not in self.compact.matrices}
         groups = [
             {"params": [] if config.compact else list(matrices.values()), "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -156,19 +169,21 @@ class Optimizer:
         """
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         norm = nn.utils.get_total_norm(gradients.values())
-        if not torch.isfinite(norm):
+        grad_norm = norm.item()
+        if not math.isfinite(grad_norm):
             raise Diverged(f"gradient of optimiser step {self.update}", gradients)
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), self.config.max_grad_norm, norm)
+        nn.utils.clip_grads_with_norm_(self.by_torch.values(), self.config.max_grad_norm, norm)
+        clip = (self.config.max_grad_norm / (norm.float() + 1e-6)).clamp(max=1.0)  # as torch has it
         lr = self.config.lr_at(self.update, self.num_updates)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
-        self.compact.step(lr, self.update + 1)
-        if not math.isfinite(self.weight_norm()):
+        broken = self.compact.step(lr, self.update + 1, clip)
+        if broken.logical_or(~self._norm(self.by_torch).isfinite()):  # one wait for the device
             raise Diverged(f"weight after optimiser step {self.update}", self.parameters)
         self._clear_gradients()
         self.update += 1
-        return {"optimizer/grad_norm": norm.item(), "optimizer/lr": lr}
+        return {"optimizer/grad_norm": grad_norm, "optimizer/lr": lr}
 
     def skip(self) -> dict[str, float]:
         """Clear the gradients and leave the masters as they are. Returns the metrics of a step with a rate of 0."""
@@ -182,10 +197,13 @@ class Optimizer:
 
     def weight_norm(self) -> float:
         """Of all masters together."""
-        masters = [parameter.detach() for parameter in self.parameters.values()]
+        return self._norm(self.parameters).item()
+
+    def _norm(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        masters = [parameter.detach() for parameter in parameters.values()]
         if self.config.master_format == "bf16":  # whose norms torch would round to BF16
             masters = [torch.linalg.vector_norm(master, dtype=torch.float32) for master in masters]
-        return nn.utils.get_total_norm(masters).item()
+        return nn.utils.get_total_norm(masters)
 
     def restore(self, update: int) -> None:
         """Go on from `update`, with the masters and moments that were copied in; gradients of a broken step go."""
@@ -198,8 +216,7 @@ class Optimizer:
         Before the first update torch's are made here, as the zeros that AdamW starts from. Those of `CompactAdamW` have
         scales in place of a step.
         """
-        by_torch = {name: p for name, p in self.parameters.items() if name not in self.compact.matrices}
-        for parameter in by_torch.values():
+        for parameter in self.by_torch.values():
             state = self.adamw.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if self.fused else "cpu")
@@ -207,6 +224,6 @@ class Optimizer:
                     state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return {
             f"{name}.{key}": value
-            for name, parameter in by_torch.items()
+            for name, parameter in self.by_torch.items()
             for key, value in self.adamw.state[parameter].items()
         } | self.compact.tensors()

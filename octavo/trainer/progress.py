@@ -140,9 +140,16 @@ def environment(device: str) -> dict[str, str]:
     }
 
 
+READ = ("weight_", "bias_", "embed_hp", "lm_head_hp")
+"""How names of buffers begin that masters are cast to."""
+
+
 def weights_fingerprint(module: nn.Module) -> str:
-    """Hash of all parameters' names, shapes and bits."""
-    return tensors_fingerprint(module.named_parameters())
+    """Hash of all parameters' names, shapes and bits; where there are no masters, of what forwards read of them."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    if any(parameter.numel() == 0 for parameter in named.values()):
+        named |= {name: x for name, x in module.named_buffers() if name.rpartition(".")[2].startswith(READ)}
+    return tensors_fingerprint(named.items())
 
 
 def tensors_fingerprint(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from octavo.kernels.device import Kernels, choose_kernels, require_kernels, runs_kernels
 from octavo.models.checkpoint import load_decoder, weight_files
-from octavo.models.decoder import Decoder
+from octavo.models.decoder import Decoder, drop_masters_
 from octavo.models.observed import check_observed, packed_cache
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import get_recipe
@@ -167,6 +167,8 @@ def load_run(config: TrainConfig, display: Display, vllm: VLLMFactory | None = N
     sampler = policy if shares else policy.with_recipe(config.precision.rollout_recipe())
     engine = make_engine(config, sampler, stops, display, vllm)
     check_live(flow, policy, engine)
+    if isinstance(engine, Engine):
+        engine.lend()  # what is loaded next may take more than it keeps
     for line in flow_lines(flow):
         display.line(line)
     checks = [task.check, *(benchmark.task.check for benchmark in benchmarks)]
@@ -306,6 +308,8 @@ def in_bf16(run: Run) -> Run:
     Its decoder re-quantises itself alone; re-quantise the others when the run is back with them.
     """
     policy = run.policy.with_recipe(get_recipe("bf16"))
+    if isinstance(run.engine, Engine):
+        run.engine.lend()  # one KV cache at a time
     engine = make_engine(run.config, policy, tuple(run.engine.stop_token_ids), run.display, vllm=None)
     shadow = policy if run.shadow is run.policy else run.shadow
     return replace(run, config=replace(run.config, calibration=None), policy=policy, engine=engine, shadow=shadow)
@@ -326,7 +330,7 @@ def policy_steps(config: TrainConfig, done: int = 0) -> int:
 
 
 def load_reference(config: TrainConfig) -> Decoder | None:
-    """The frozen model that training started from, when a KL penalty needs it: its own bytes, no gradient."""
+    """The frozen model that training started from, when a KL penalty needs it: its own bytes, and no masters."""
     if config.algorithm.kl.coefficient == 0.0:
         return None
     reference = load_decoder(
@@ -338,6 +342,7 @@ def load_reference(config: TrainConfig) -> Decoder | None:
         master_format=config.optimizer.master_format,
     )
     check_observed(declared_flow(config).graph("reference"), reference, packed_cache(reference))
+    drop_masters_(reference)
     return reference.requires_grad_(False)
 
 

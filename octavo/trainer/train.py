@@ -12,6 +12,7 @@ import yaml
 from octavo.models.checkpoint import save_decoder
 from octavo.rl.calibration_trigger import first_watch
 from octavo.rl.policy_loss import fixed_bounds
+from octavo.rollout.engine import Engine
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import to_dict
 from octavo.trainer.critic import load_critic
@@ -25,7 +26,7 @@ from octavo.trainer.output import RunFolder
 from octavo.trainer.progress import Progress, RolloutState
 from octavo.trainer.rescue import respond, roll_back, rolls_back, watch_pending
 from octavo.trainer.resume import ResumePoint, Session, find_resume_point
-from octavo.trainer.run import VLLMFactory, load_reference, load_run, make_optimizer
+from octavo.trainer.run import Run, VLLMFactory, load_reference, load_run, make_optimizer
 from octavo.trainer.trackers import Trackers
 
 
@@ -153,7 +154,7 @@ def one_step(session: Session) -> dict[str, Any]:
         ValueError: the step diverged; the diagnosis is in the run's folder.
     """
     run, progress = session.active_run, session.progress
-    record = StepRecord(step=progress.next_step, clock=StepClock(run.config.device))
+    record = StepRecord(step=progress.next_step, clock=clock_of(run))
     before = RolloutState.take(session.observing)
     metrics: dict[str, Any] = {"step": progress.next_step, "policy_version": session.optimizer.update}
     try:
@@ -177,6 +178,12 @@ def one_step(session: Session) -> dict[str, Any]:
     return {"metrics": metrics, "samples": record.samples}
 
 
+def clock_of(run: Run) -> StepClock:
+    """Of a step, or of an evaluation after one."""
+    engine, device = run.engine, run.config.device
+    return StepClock(device, engine.uncounted_bytes) if isinstance(engine, Engine) else StepClock(device)
+
+
 @contextmanager
 def diagnosed(session: Session, record: StepRecord) -> Iterator[None]:
     """Save what is needed to see why something inside diverged; ValueError that says where it is."""
@@ -190,10 +197,11 @@ def diagnosed(session: Session, record: StepRecord) -> Iterator[None]:
 
 def evaluate_pending(session: Session) -> bool:
     """Add an evaluation to the metrics that are not written yet; whether its accuracy is the run's best."""
-    progress, clock = session.progress, StepClock(session.run.config.device)
+    run, progress = session.active_run, session.progress
+    clock = clock_of(run)
     assert progress.pending is not None
     with clock.phase("evaluate"), diagnosed(session, StepRecord(step=progress.next_step - 1)):
-        evaluation = evaluate(session.active_run)
+        evaluation = evaluate(run)
     metrics = progress.pending["metrics"]
     peaks = [found["memory/peak_gib"] for found in (metrics, clock.metrics) if "memory/peak_gib" in found]
     metrics |= evaluation | clock.metrics

@@ -88,7 +88,7 @@ def test_samples_add_up_to_a_step(monkeypatch):
     assert found["update"] == pytest.approx(3 * 2 + 2) and found["weight_update"] == 2.0
     # Twelve sequences, five at once: two rounds and one of two, each at contexts of 4 to 20.
     assert times == [(batch, context) for batch in (5, 2) for context in (4, 8, 12, 16, 20)]
-    assert found["rollout"] == pytest.approx(1.0 + 3 * 20 * 12 / 1e3)
+    assert found["rollout"] == pytest.approx(1.0 + 1.0 + 3 * 20 * 12 / 1e3), "prompts, memory, steps"
 
 
 def test_samples_run_on_a_cpu():
@@ -132,7 +132,7 @@ def test_the_cache_gets_what_the_rest_leaves():
     assert step_plan.token_bytes(config, recipe) == token
 
     def room(free_bytes):
-        formats = formats_beside(config, recipe, WORK, free_bytes)
+        formats = formats_beside(config, recipe, [WORK], free_bytes)
         return formats, cache_tokens(config, recipe, WORK, formats, free_bytes)
 
     def beside(formats, num_tokens):
@@ -154,7 +154,39 @@ def test_layers_are_computed_again_where_more_sequences_fit_then():
     all_of_them = 4 * 512 * step_plan.token_bytes(config, recipe) / step_plan.CACHE_SHARE
     for free, formats in ((once + all_of_them, FORMATS[2]), (once + all_of_them / 2, FORMATS[3])):
         free_bytes = int(free * (1 + FRAGMENTATION)) + LIBRARY_BYTES
-        assert formats_beside(config, recipe, work, free_bytes) is formats
+        assert formats_beside(config, recipe, [work], free_bytes) is formats
+
+
+def test_formats_fit_every_step():
+    """A microbatch of long sequences may be the smaller one: 1,088 tokens here, beside four sequences of 512."""
+    config, recipe = replace(read_config(MODEL)[0], num_layers=40), get_recipe("bf16")
+    long, short = (
+        replace(WORK, completion_tokens=size - 4, microbatch_tokens=2048, lends_memory=True) for size in (1088, 512)
+    )
+    peaks = [step_peak_bytes(config, recipe, work, FORMATS[2]) for work in (long, short)]
+    assert peaks[1] > 1.1 * peaks[0] > 1.1 * step_peak_bytes(config, recipe, short, FORMATS[3])
+    free_bytes = int(1.05 * peaks[0] * (1 + FRAGMENTATION)) + LIBRARY_BYTES
+    assert formats_beside(config, recipe, [long], free_bytes) is FORMATS[2]
+    for works in ([long, short], [short, long]):
+        assert formats_beside(config, recipe, works, free_bytes) is FORMATS[3]
+        with pytest.raises(ValueError, match=f"one sequence of {works[0].longest} tokens do not fit"):
+            formats_beside(config, recipe, works, peaks[0] // 4)
+
+
+def test_lent_memory_leaves_all_but_what_is_held_to_the_cache():
+    config, recipe = replace(read_config(MODEL)[0], num_layers=40), get_recipe("block128")
+    work = replace(WORK, completion_tokens=2044, num_prompts=64, microbatch_tokens=2048)
+    step = step_peak_bytes(config, recipe, work, FORMATS[2])
+    free = int(step * (1 + FRAGMENTATION)) + LIBRARY_BYTES
+    token = step_plan.token_bytes(config, recipe)
+
+    def room(work, free_bytes):
+        return cache_tokens(config, recipe, work, FORMATS[2], free_bytes)
+
+    lent = replace(work, lends_memory=True)
+    assert room(work, free + 10 * token) < 16 and room(lent, free - 1) == 0
+    held = step_plan._held_bytes(config, recipe, FORMATS[2]) + step_plan._sampling_bytes(config, recipe, lent)
+    assert room(lent, free) == pytest.approx(0.95 * 1.05 * (step - held) / token, rel=1e-3)
 
 
 def test_what_a_step_holds_by_hand():
@@ -271,5 +303,5 @@ def test_the_script_sets_later_calls_beside_bf16(tmp_path, monkeypatch):
     peak, off = (rows[f"step/qwen3-8b/8192/bf16, sampled {metric}"] for metric in ("peak_gib", "plan_off"))
     assert (peak.value, peak.note, off.value, off.met) == (2.0, "planned 1.0 GiB", 0.5, False)
     assert "in 48 tokens of KV" in rows["step/qwen3-8b/8192/bf16, sampled tok_s"].note
-    with pytest.raises(SystemExit, match="no '512'; name some of sampled bf16 block128"):
+    with pytest.raises(SystemExit, match="no '512'; name some of sampled lent bf16 block128"):
         run("512")

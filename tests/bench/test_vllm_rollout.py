@@ -1,13 +1,16 @@
 """benchmarks/vllm_rollout.py with a vLLM that only counts; `--tiny` runs it with a real one."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import rollout
 import vllm_rollout
-from rollout import SHAPES
+from rollout import PROTOCOLS, SHAPES
+from vllm_rollout import PRECISIONS
 
-from octavo.bench.results import read_results
+from octavo.bench.results import Row, read_results
 from octavo.models.config import FP8_FORMAT, read_config
 
 
@@ -56,24 +59,59 @@ def fake(monkeypatch, tmp_path):
 
 
 def test_the_protocols_are_those_of_rollout(fake, tmp_path):
-    fake("--precision", "block128+kv8")
+    fake("--precision", "block128+kv8", "--engine", "vllm")
     (llm,) = made
-    warm_up, measured = llm.calls[:2], llm.calls[2:]
-    assert warm_up == [(128, 512, 16), (4, 4096, 2)]
-    assert measured == [(256, 512, 1024), (128, 4096, 1), (128, 4096, 512)]
+    assert llm.calls[:2] == [(256, 512, 40), (256, 512, 1024)], "the same prompts before, which compile"
+    assert llm.calls[2:] == [(128, 4096, 40), (128, 4096, 1), (128, 4096, 512)]
     assert llm.options["kv_cache_dtype"] == "fp8" and not llm.options["enforce_eager"]
     assert 128 in llm.options["compilation_config"]["cudagraph_capture_sizes"], "a graph of the batch itself"
     rows = read_results(tmp_path / "vllm_rollout.json")
-    assert list(rows) == [f"{protocol}/qwen3-8b/block128+kv8 tok_s" for protocol in ("A", "B1", "B2")]
+    assert list(rows) == [f"{protocol}/qwen3-8b/block128+kv8/vllm tok_s" for protocol in ("A", "B1", "B2")]
     assert all(row.note.startswith("vLLM 0.24.0, up in ") for row in rows.values())
-    fake("A", "--precision", "block128+kv8")
+    fake("A", "--precision", "block128+kv8", "--engine", "vllm")
     assert len(made) == 1, "it is there already"
+
+
+def test_octavo_runs_the_same_protocols_into_the_same_file(fake, tmp_path, monkeypatch):
+    asked = []
+
+    def protocol(name):
+        def measure(decoder):
+            yield Row(case=f"{name}/qwen3-8b/bf16", metric="tok_s", value=12.0, unit="tok/s")
+
+        def cases(precision, copy_gb_s):
+            asked.append((name, precision, copy_gb_s))
+            return {f"{name}/qwen3-8b/bf16": measure}
+
+        return replace(PROTOCOLS[name], cases=cases)
+
+    monkeypatch.setattr(vllm_rollout, "copy_speed", lambda: 4.0)
+    monkeypatch.setattr(rollout, "random_decoder", lambda *args, **kwargs: None)
+    monkeypatch.setattr(vllm_rollout, "PROTOCOLS", {name: protocol(name) for name in ("A", "B")})
+    for _ in range(2):
+        fake("--precision", "bf16", "--engine", "octavo")
+    fake("A", "--precision", "bf16", "--engine", "vllm")
+    assert asked == 2 * [("A", "bf16", 4.0), ("B", "bf16", 4.0)]
+    rows = read_results(tmp_path / "vllm_rollout.json")
+    assert list(rows) == [
+        f"{case} tok_s" for case in ("A/qwen3-8b/bf16/octavo", "B/qwen3-8b/bf16/octavo", "A/qwen3-8b/bf16/vllm")
+    ]
+
+
+def test_every_precision_and_engine_has_a_process(fake, monkeypatch):
+    commands = []
+    monkeypatch.setattr(vllm_rollout.subprocess, "run", lambda command, check: commands.append((command[2:], check)))
+    fake("B")
+    fake("A", "--precision", "bf16")
+    wanted = [["B", "--precision", name, "--engine", engine] for name in PRECISIONS for engine in ("octavo", "vllm")]
+    wanted += [["A", "--precision", "bf16", "--engine", engine] for engine in ("octavo", "vllm")]
+    assert commands == [(command, True) for command in wanted] and not made
 
 
 def test_fewer_tokens_than_asked_for_are_no_measurement(fake, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "short", 1)
-    with pytest.raises(AssertionError, match=r"\(15, 15\) tokens and log-probabilities, not 16"):
-        fake("--precision", "bf16")
+    with pytest.raises(AssertionError, match=r"\(39, 39\) tokens and log-probabilities, not 40"):
+        fake("--precision", "bf16", "--engine", "vllm")
 
 
 def test_without_vllm_or_a_gpu_it_says_so(fake, monkeypatch, capsys):

@@ -9,8 +9,7 @@ import sys
 from functools import partial
 from itertools import product
 
-from cast_aot import first_steps
-from lm_head_aot import stack_bytes
+from cast_aot import first_steps, stack_bytes
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -1,14 +1,9 @@
 """Compiles the kernels of lm_head and the sampler for sm_90, without a GPU; prints what is in their PTX as JSON."""
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-import triton
-from cast_aot import first_steps
+from cast_aot import first_steps, stack_bytes
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -44,16 +39,6 @@ def compiled(name: str, signature: dict[str, str], constants: dict[str, int], nu
     result = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     counts = {text: result.asm["ptx"].count(text) for text in WANTED} | {"first": first_steps(result.asm["ptx"])}
     return counts | {"stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
-
-
-def stack_bytes(cubin: bytes) -> int:
-    """What ptxas spilled, or a kernel indexed at run time."""
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage).group(1))
 
 
 def multiplying(name: str, num_rows: int) -> dict:

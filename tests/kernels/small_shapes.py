@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from octavo.kernels.adamw import FIRST, SECOND, Moment, Update, adamw_
-from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_both, cast_columns, cast_rows, cast_tensor
+from octavo.kernels.cast import cast_1x128, cast_128x1, cast_128x128, cast_both, cast_rows
+from octavo.kernels.cast_whole import cast_columns, cast_rows_columns, cast_tensor
 from octavo.kernels.heads import HeadTransform
 from octavo.kernels.logprobs import logits_from_hidden, sampling_weights, token_logprobs
 from octavo.kernels.norm import add_rms_norm_cast, rms_norm
@@ -36,6 +37,7 @@ def main(device: str) -> None:
         x, w = random(T, K), torch.randn(T, K, device=device)
         for cast in (cast_rows, cast_1x128, cast_128x1, cast_both, cast_columns, cast_tensor, cast_128x128):
             cast(x), cast(w)
+        cast_rows_columns(x), cast_rows_columns(w)
         add_rms_norm_cast(x, random(T, K), torch.ones(K, device=device), 1e-6, transposed=True)
         rms_norm(random(T, K, grad=True), torch.ones(K, device=device), 1e-6).sum().backward()
         gate_up = random(T, 2 * K, grad=True)
@@ -54,7 +56,9 @@ def main(device: str) -> None:
                 layer(x).sum().backward()
                 with torch.no_grad():
                     layer(x.detach())
-    update = Update(number=1, lr=1e-3, beta1=0.9, beta2=0.999, adam_eps=1e-8, weight_decay=0.1)
+    clip, broken = torch.ones((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+    rule = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.1}
+    update = Update(number=1, **rule, clip=clip, broken=broken)
     for T, K in ((1, 16), (130, 200), (256, 384)):
         for master in (random(T, K), torch.randn(T, K, device=device)):
             grad, scales = torch.randn(T, K, device=device), -(-T * K // 256)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from kernel_checks import interpreted, needs_triton, padded, same
 
-from octavo.kernels.norm import add_rms_norm_cast, rms_norm_backward, rms_norm_forward
+from octavo.kernels.cast_whole import cast_tensor, new_amax_bits
+from octavo.kernels.norm import add_rms_norm, add_rms_norm_cast, rms_norm_backward, rms_norm_forward
 from octavo.numerics.error import relative_error
 from octavo.numerics.exact import mean_square
 from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X1, BLOCK_128X128, PER_ROW, quantize
@@ -86,6 +87,23 @@ def check_fused(T, D, device="cpu", rounding="none"):
                 assert transposed or (found.q_t is None and found.scale_t is None)
 
 
+def check_sum(T, D, device="cpu"):
+    """The sum, the norm and its largest magnitude; the cast by that is the cast without it."""
+    residual, gain = random_rows((T, D), device)
+    delta = random_rows((T, D), device)[0]
+    for added in (delta, None):
+        amax_bits = new_amax_bits(residual)
+        h, y, inverse_rms = add_rms_norm(residual, added, gain, NORM_EPS, amax_bits)
+        wanted_h = residual if added is None else residual + added
+        wanted, wanted_inverse = reference(wanted_h.cpu(), gain.cpu())
+        assert same(h, wanted_h) and same(y.cpu(), wanted) and same(inverse_rms.cpu(), wanted_inverse), (T, D)
+        assert y.abs().max() > 0.0
+        assert amax_bits.view(torch.float32).item() == y.abs().max(), (T, D)
+        casts = cast_tensor(y, transposed=True, amax_bits=amax_bits), cast_tensor(y, transposed=True)
+        assert all(map(same, *casts)), (T, D)
+        assert same(add_rms_norm(residual, added, gain, NORM_EPS)[1], y)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backward_on_a_cpu(shape):
     check_backward(shape)
@@ -94,6 +112,7 @@ def test_backward_on_a_cpu(shape):
 @pytest.mark.parametrize("T, D", [(5, 576), (130, 200), (1, 1)])
 def test_fused_on_a_cpu(T, D):
     check_fused(T, D)
+    check_sum(T, D)
 
 
 def test_casts_that_are_not_fused_are_refused():
@@ -111,6 +130,8 @@ def test_norm_in_the_interpreter_equals_the_reference():
         "    check_forward(shape)\n"
         "    check_backward(shape)\n"
         "check_fused(5, 576)\n"
+        "check_sum(5, 576)\n"
+        "check_sum(130, 73)\n"
         "check_fused(130, 73, rounding='power_of_two')\n"
     )
 
@@ -126,6 +147,7 @@ def test_norm_on_a_gpu_equals_the_reference_on_a_cpu(shape):
 @pytest.mark.parametrize("T, D", [(5, 576), (300, 576), (1000, 4096), (130, 129)])
 def test_fused_on_a_gpu(T, D):
     check_fused(T, D, "cuda")
+    check_sum(T, D, "cuda")
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_checks import interpreted, needs_triton, padded, same
 
+from octavo.kernels.cast_whole import new_amax_bits
 from octavo.kernels.swiglu import swiglu_backward, swiglu_backward_cast, swiglu_cast, swiglu_forward
 from octavo.numerics.error import relative_error
 from octavo.numerics.fp8 import BLOCK_1X128, BLOCK_128X1, PER_ROW, PER_TENSOR, quantize
@@ -55,9 +56,21 @@ def check_fused(T, F, device="cpu", aligned=True, rounding="none", paddings=PADD
             assert same(columns[i].cpu(), torch.cat([cast[i] for cast in along_columns], dim=1).T), (T, F, pad_to, i)
 
 
+def check_amax(T, F, device="cpu"):
+    """The largest magnitudes of the value and of each gradient, as they are made; no other bit changes."""
+    gate_up, grad_y = random_input(T, F, device)
+    one, two = new_amax_bits(gate_up), new_amax_bits(gate_up, 2)
+    y, grad = swiglu_forward(gate_up, one), swiglu_backward(gate_up, grad_y, two)
+    assert same(y, swiglu_forward(gate_up)) and same(grad, swiglu_backward(gate_up, grad_y))
+    for bits, parts in ((one, [y]), (two, grad.chunk(2, dim=1))):
+        wanted = [part.abs().max().item() for part in parts]
+        assert bits.view(torch.float32).tolist() == wanted and grad.abs().max() > 0.0, (T, F)
+
+
 @pytest.mark.parametrize("T, F", SHAPES)
 def test_fused_on_a_cpu(T, F):
     check_fused(T, F)
+    check_amax(T, F)
 
 
 def test_what_is_not_fused_is_refused():
@@ -73,6 +86,7 @@ def test_swiglu_in_the_interpreter():
         "from test_swiglu_kernels import *\n"
         "for T, F in SHAPES:\n"
         "    check_values(T, F)\n"
+        "    check_amax(T, F)\n"
         "check_fused(7, 200, aligned=False)\n"
         "check_fused(130, 136, rounding='power_of_two', paddings=PADDINGS[1:])\n"
     )
@@ -82,6 +96,7 @@ def test_swiglu_in_the_interpreter():
 @pytest.mark.parametrize("T, F", [*SHAPES, (300, 1000), (1000, 4864)])
 def test_swiglu_on_a_gpu(T, F):
     check_values(T, F, "cuda")
+    check_amax(T, F, "cuda")
     check_fused(T, F, "cuda")
     check_fused(T, F, "cuda", aligned=False, rounding="power_of_two")
 

@@ -47,11 +47,14 @@ def test_three_products_against_float64(name, shape, T):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_bytes_are_those_of_a_cpu(name):
-    layer = make_layer(name)
-    there = make_layer(name).cuda()
-    with torch.no_grad():
-        there.weight.copy_(layer.weight)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_are_those_of_a_cpu(name, shape, dtype):
+    K, projections = SHAPES[shape]
+    layer, there = (make_layer(name, projections, in_features=K) for _ in range(2))
+    layer.weight.data, there.weight.data = layer.weight.data.to(dtype), layer.weight.data.to(dtype)
+    layer.requantize_()
+    there.cuda()
     there.requantize_()
     for buffer, value in layer.named_buffers():
         if buffer.startswith(linear.WEIGHTS) and value is not None:
@@ -59,8 +62,9 @@ def test_the_bytes_are_those_of_a_cpu(name):
             assert torch.equal(found.view(torch.uint8), value.view(torch.uint8)), buffer
 
 
-def test_the_transposed_weight_follows_every_update():
-    layer = make_layer("block128", {"o_proj": 256}, in_features=256).cuda()
+@pytest.mark.parametrize("name", ["block128", "tensorwise"])
+def test_the_transposed_weight_follows_every_update(name):
+    layer = make_layer(name, {"o_proj": 256}, in_features=256).cuda()
     layer.requantize_()
     x, grad_y = (tensor.cuda() for tensor in make_batch(layer, 128))
     first = run(layer, x, grad_y)
@@ -72,11 +76,12 @@ def test_the_transposed_weight_follows_every_update():
         assert layer.weight_t.data_ptr() == address
         assert torch.equal(layer.weight_t.view(torch.uint8), layer.weight_q.view(torch.uint8).T)
         grad_x = run(layer, x, grad_y)[1]
-        exact = hat(grad_y, (1, 128)) @ weight_hat(layer, "block128", (128, 128))
+        _, dgrad, _ = GEMMS[name]
+        exact = hat(grad_y, dgrad[0]) @ weight_hat(layer, name, dgrad[1])
         assert close(grad_x, exact, torch.bfloat16) and not torch.equal(grad_x, first[1])
 
 
-@pytest.mark.parametrize("name", ["block128", "tensorwise", "tensorwise_static", "w8a16"])
+@pytest.mark.parametrize("name", ["block128", "rowwise", "tensorwise", "tensorwise_static", "w8a16"])
 def test_one_cast_gives_what_two_give(monkeypatch, name):
     layer = make_layer(name, SHAPES["aligned"][1], in_features=256).cuda()
     layer.requantize_()

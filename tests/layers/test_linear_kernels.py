@@ -8,6 +8,7 @@ import pytest
 import torch
 from linear_layers import GEMMS, hat, make_batch, make_layer, run, static_scale, weight_hat
 
+from octavo.kernels import weights
 from octavo.kernels.operands import quantize_matrix
 from octavo.layers import linear
 from octavo.layers.linear import FP8Linear
@@ -52,7 +53,7 @@ def test_three_products_of_what_is_declared(called, name, shape, T):
     assert called or name == "bf16"
 
 
-@pytest.mark.parametrize("name", ["block128", "w8a16"])
+@pytest.mark.parametrize("name", ["block128", "w8a16", "tensorwise"])
 def test_the_transposed_weight_is_written_in_place_and_seen(called, name):
     layer = make_layer(name, SHAPES["aligned"][1], in_features=256)
     x, grad_y = make_batch(layer, 128)
@@ -71,27 +72,68 @@ def test_the_transposed_weight_is_written_in_place_and_seen(called, name):
     assert not torch.equal(y, before[0]) and not torch.equal(grad_x, before[1])
 
 
-@pytest.mark.parametrize("shape", ["aligned", "ragged"])
-def test_bytes_and_their_transpose_are_those_of_the_masters(called, shape):
-    K, projections = (
-        (256, SHAPES[shape][1]) if shape == "aligned" else (208, {"q_proj": 192, "k_proj": 72, "v_proj": 72})
-    )
-    layer = make_layer("block128", projections, in_features=K)
-    run(layer, *make_batch(layer, 128))
-    address = layer.weight_t.data_ptr()
+WRITTEN = {
+    "aligned": SHAPES["aligned"],
+    "ragged": (208, {"q_proj": 192, "k_proj": 72, "v_proj": 72}),
+    "ragged at the end": (16, {"gate_proj": 128, "up_proj": 200}),
+}
+
+
+def with_new_masters(name, shape, dtype=torch.float32):
+    """A layer that has made ready what it multiplies, and whose masters then changed; one row is all zeros."""
+    K, projections = WRITTEN[shape]
+    layer = make_layer(name, projections, in_features=K)
+    if layer.recipe.dgrad is not None:
+        run(layer, *make_batch(layer, 128))
     with torch.no_grad():
-        layer.weight.mul_(1.5).add_(torch.randn_like(layer.weight) * 0.1)
+        layer.weight.mul_(1.5).add_(torch.randn_like(layer.weight) * 0.1)[7] = 0.0
+        layer.weight.data = layer.weight.data.to(dtype)
+    return layer
+
+
+@pytest.mark.parametrize("shape", WRITTEN)
+@pytest.mark.parametrize("name, block", [("block128", (128, 128)), ("tensorwise", (None, None))])
+def test_bytes_and_their_transpose_are_those_of_the_masters(called, name, block, shape):
+    layer = with_new_masters(name, shape)
+    address = layer.weight_t.data_ptr()
     layer.requantize_()
-    fresh = quantize_matrix(layer.weight.detach(), (128, 128), row_splits=layer.splits)
+    fresh = quantize_matrix(layer.weight.detach(), block, row_splits=layer.splits)
     assert torch.equal(layer.weight_q.view(torch.uint8), fresh.q.view(torch.uint8))
     assert torch.equal(layer.weight_q_scale, fresh.scale)
-    place = 0
+    place, multiple = 0, block[0] or 16
     for piece in layer.weight_q.split(layer.splits):
-        stop = place + -(-len(piece) // 128) * 128
+        stop = place + -(-len(piece) // multiple) * multiple
         columns = layer.weight_t[:, place:stop].float()
         assert torch.equal(columns[:, : len(piece)], piece.T.float()) and not columns[:, len(piece) :].any()
         place = stop
     assert place == layer.weight_t.shape[1] and layer.weight_t.data_ptr() == address
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", WRITTEN)
+@pytest.mark.parametrize("name", ["block128", "rowwise", "tensorwise", "fp8_channel"])
+def test_kernels_write_in_place_what_plain_torch_does(called, monkeypatch, name, shape, dtype):
+    layer = with_new_masters(name, shape, dtype)
+    buffers = {key: value for key, value in layer.named_buffers() if value is not None}
+    layer.requantize_()
+    by_kernels = {key: value.clone() for key, value in buffers.items()}
+    for value in buffers.values():
+        value.view(torch.uint8).fill_(0x7F)
+    monkeypatch.setattr(FP8Linear, "uses_kernels", False)
+    layer.requantize_()
+    for key, value in layer.named_buffers():
+        assert value is None or value is buffers[key]
+        assert value is None or torch.equal(by_kernels[key].view(torch.uint8), value.view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("shape", WRITTEN)
+def test_the_bytes_of_dgrad_by_columns_lie_as_its_kernels_read_them(called, shape):
+    layer = with_new_masters("rowwise", shape)
+    layer.requantize_()
+    operand = layer._prepare_dgrad()
+    assert (operand.values.data_ptr() == layer.dgrad_q.data_ptr()) == (shape == "aligned")
+    fresh = quantize_matrix(layer.weight.detach(), (None, 1), row_splits=layer.splits)
+    assert torch.equal(operand.decode(), fresh.dequantize().T) and operand.decode().any()
 
 
 @pytest.mark.parametrize("name, block", [("fp8_channel", (1, None)), ("block128", (1, 128))])
@@ -131,8 +173,8 @@ def test_what_a_kernel_writes_counts_as_written(called, monkeypatch):
     def as_kernel(w, rounding, *, transposed, out):
         linear_cast(w, rounding, transposed=transposed, out=tuple(t if t is None else t.data for t in out))
 
-    linear_cast = linear.cast_128x128
-    monkeypatch.setattr(linear, "cast_128x128", as_kernel)
+    linear_cast = weights.cast_128x128
+    monkeypatch.setattr(weights, "cast_128x128", as_kernel)
     layer = make_layer("block128", SHAPES["aligned"][1], in_features=256)
     x, grad_y = make_batch(layer, 128)
     layer(x.requires_grad_())
@@ -175,7 +217,7 @@ def test_one_cast_serves_two_products_where_it_can(called, monkeypatch):
     assert readings[3:] == [(256, 512)]  # whose X has a frozen scale in FProp
 
 
-@pytest.mark.parametrize("name", ["block128", "tensorwise", "tensorwise_static", "w8a16"])
+@pytest.mark.parametrize("name", ["block128", "rowwise", "tensorwise", "tensorwise_static", "w8a16"])
 def test_one_cast_gives_what_two_give(called, monkeypatch, name):
     layer = make_layer(name, SHAPES["aligned"][1], in_features=256)
     batch = make_batch(layer, 256)

@@ -12,6 +12,7 @@ from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 
 SHAPES = {
     "aligned": dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    "whole": dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, head_dim=32),
     "ragged": dict(hidden_size=144, intermediate_size=208, num_attention_heads=3, num_key_value_heads=1, head_dim=48),
 }
 
@@ -99,6 +100,28 @@ def test_gradients_of_the_same_bits_in_fewer_kernels(monkeypatch, family, shape,
     assert len(casts) == (3 * forwards + 1) * num_layers
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("lengths", [(40, 77, 11), (130, 41)], ids=["whole block", "ragged"])
+@pytest.mark.parametrize("shape", ["aligned", "whole"])
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
+def test_scales_over_whole_rows_and_tensors_give_the_same_bits(monkeypatch, name, shape, lengths, recompute):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES[shape]), get_recipe(name))
+    kernel_products.as_on_gpu(monkeypatch)
+    names = "add_rms_norm", "swiglu_forward", "swiglu_backward"
+    made = counted(monkeypatch, fused_functions, *names)
+    decoder.recompute_layers = recompute
+    found = trained(decoder, lengths)
+    num_layers, forwards = len(decoder.layers), 2 if recompute else 1
+    halves = num_layers if sum(lengths) % 128 == 0 else 0
+    norms = {"aligned": 1, "whole": 2}[
+        shape
+    ]  # where 128 does not divide the width of k and v, the norm before them stays alone
+    assert [made.count(each) for each in names] == [norms * halves * forwards, halves * forwards, halves]
+    decoder.fuses = False
+    assert_equal(found, trained(decoder, lengths))
+    assert len(made) == halves * ((norms + 1) * forwards + 1)
+
+
 MIXED = {
     "down kept": ({"keep_bf16": ("lm_head", "embed_tokens", "layers.0.mlp.down_proj")}, 4),
     "gate and up kept": ({"keep_bf16": ("lm_head", "embed_tokens", "gate_proj", "up_proj")}, 2),
@@ -131,15 +154,16 @@ def test_an_empty_batch_has_gradients_of_zero(monkeypatch):
 @pytest.mark.parametrize(
     "frozen, num_norms", [("weight", 0), ("norm", 4), ("embed_tokens", 4), ("down_proj", 4), ("layers.0", 2)]
 )
-def test_frozen_parameters_have_no_gradient_and_change_no_other(monkeypatch, frozen, num_norms):
-    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128"))
+@pytest.mark.parametrize("recipe, maker", [("block128", "add_rms_norm_cast"), ("tensorwise", "add_rms_norm")])
+def test_frozen_parameters_have_no_gradient_and_change_no_other(monkeypatch, recipe, maker, frozen, num_norms):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["whole"]), get_recipe(recipe))
     kernel_products.as_on_gpu(monkeypatch)
     whole = trained(decoder)
     for name, parameter in decoder.named_parameters():
         parameter.requires_grad_(frozen not in name or name == "lm_head")
-    casts = counted(monkeypatch, fused_functions, "add_rms_norm_cast")
+    makers = counted(monkeypatch, fused_functions, maker)
     assert_equal(trained(decoder), {name: grad for name, grad in whole.items() if frozen not in name})
-    assert len(casts) == num_norms, "a frozen weight saves nothing"
+    assert len(makers) == num_norms, "a frozen weight saves nothing"
 
 
 def test_a_second_backward_needs_the_graph_kept(monkeypatch):
@@ -155,11 +179,13 @@ def test_a_second_backward_needs_the_graph_kept(monkeypatch):
         loss.backward()
 
 
+@pytest.mark.parametrize("recipe", ["block128", "rowwise", "tensorwise"])
 @pytest.mark.parametrize("name", ["qkv_proj", "gate_up_proj", "down_proj"])
-def test_a_backward_after_a_weight_was_rewritten_is_refused(monkeypatch, name):
-    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["aligned"]), get_recipe("block128"))
+def test_a_backward_after_a_weight_was_rewritten_is_refused(monkeypatch, name, recipe):
+    decoder = tiny_decoder(tiny_config("qwen3", **SHAPES["whole"]), get_recipe(recipe))
     kernel_products.as_on_gpu(monkeypatch)
-    loss = hidden(decoder, grad=True).float().sum()
+    tokens, positions, cu_seqlens = lay_end_to_end([[5] * 128])
+    loss = decoder(tokens, positions, PackedAttention(cu_seqlens, decoder.recipe.kv_cache)).float().sum()
     getattr(decoder.layers[1], name).requantize_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -27,8 +27,9 @@ def trained(decoder, lengths):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("shape", ["qwen3-8b", "smollm2", "qwen2.5-0.5b"])
-def test_the_same_bits_in_fewer_kernels(shape, lengths, recompute):
-    decoder = decoder_of(shape, "block128")
+@pytest.mark.parametrize("recipe", ["block128", "rowwise", "tensorwise"])
+def test_the_same_bits_in_fewer_kernels(recipe, shape, lengths, recompute):
+    decoder = decoder_of(shape, recipe)
     decoder.recompute_layers = recompute
     found = trained(decoder, LENGTHS[lengths])
     decoder.fuses = False

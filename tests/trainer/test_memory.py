@@ -114,6 +114,42 @@ def test_a_step_of_one_microbatch_has_gradients_only_as_its_activations_go():
     assert single.totals["update"] < several.totals["update"]
 
 
+def test_a_lent_cache_is_planned_for_the_rollout_alone():
+    large = {"kv_cache_tokens": 300_000}
+    kept, lent = (plan_of(QWEN3_8B, rollout={"engine": {**large, "lend_memory": lends}}) for lends in (False, True))
+    cache = 300_016 * 36 * 2 * 8 * 132  # 18,750 pages and one more of 16 tokens, 76,032 bytes each
+    assert kept.held["KV cache"] == cache == lent.phases["rollout"]["KV cache"] and "KV cache" not in lent.held
+    assert lent.held == {name: size for name, size in kept.held.items() if name != "KV cache"}
+    less = {name: kept.totals[name] - lent.totals[name] for name in kept.totals}
+    assert less.pop("rollout") == 0 and set(less.values()) == {cache}
+    assert kept.estimate == lent.estimate and kept.reserve == lent.reserve
+    rescued = {"watch": {"action": "bf16_forward"}}
+    kept, lent = (
+        plan_of(QWEN3_8B, rollout={"engine": {**large, "lend_memory": lends}}, **rescued) for lends in (False, True)
+    )
+    in_bf16 = 300_016 * 36 * 2 * 8 * 256
+    assert lent.phases["rollout"]["KV cache"] == in_bf16, "the larger of two, which take turns"
+    assert kept.held["rescue in BF16"] - lent.held["rescue in BF16"] == in_bf16
+    assert kept.totals["rollout"] - lent.totals["rollout"] == cache
+
+
+@pytest.mark.parametrize(
+    "formats, tokens, kept, lent",
+    [
+        ({"state_format": "int8", "master_format": "bf16"}, 8192, 148.8, 126.5),
+        ({"state_format": "int8"}, 4096, 148.6, 126.3),
+        ({"state_format": "int8"}, 8192, 164.8, 142.5),
+    ],
+)
+def test_qwen3_8b_beside_its_reference_with_a_large_cache(formats, tokens, kept, lent):
+    def needed_gib(lends):
+        rollout = {"prompts_per_step": 64, "engine": {"kv_cache_tokens": 300_000, "lend_memory": lends}}
+        kl, trainer = {"kl": {"coefficient": 1e-3}}, {"microbatch_tokens": tokens}
+        return plan_of(QWEN3_8B, rollout=rollout, optimizer=formats, algorithm=kl, trainer=trainer).needed_bytes / GIB
+
+    assert [needed_gib(False), needed_gib(True)] == pytest.approx([kept, lent], abs=0.05)  # as in docs/memory.md
+
+
 def test_a_critic_a_shadow_in_the_loss_and_steps_in_bf16_have_their_say():
     plain = plan_of(SMOLLM2, calibration=None, trainer={"shadow_interval": 0}, critic={})
     assert plain.phases.keys() == {"rollout", "old_logprobs", "update", "optimizer"}
@@ -186,6 +222,26 @@ def test_peaks_of_phases_that_lie_in_each_other(monkeypatch):
     }
 
 
+def test_a_clock_counts_what_the_allocator_does_not(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
+    mapped = [GIB]
+    clock = StepClock("cuda", lambda: mapped[0])
+    with clock.phase("rollout"):
+        mapped[0] = 5 * GIB
+    mapped[0] = GIB // 2
+    with clock.phase("update"):
+        pass
+    found = {key: value for key, value in clock.finish().items() if key.startswith("memory/")}
+    assert found == {
+        "memory/peak_gib": 8.0,
+        "memory/rollout_gib": 8.0,
+        "memory/update_gib": 3.5,
+        "memory/held_gib": 2.5,
+    }
+
+
 def test_a_clock_on_a_cpu_measures_no_memory():
     clock = StepClock("cpu")
     with clock.phase("update"):
@@ -234,7 +290,7 @@ def test_every_phase_of_a_run_takes_what_is_planned(precision, recompute, tmp_pa
     pretend_cuda(monkeypatch)
     pretend_finite(monkeypatch)
     pretend_to_measure(monkeypatch, allocations)
-    monkeypatch.setattr(training, "StepClock", lambda device: StepClock("cuda"))
+    monkeypatch.setattr(training, "StepClock", lambda device, uncounted_bytes: StepClock("cuda", uncounted_bytes))
     monkeypatch.setattr(training, "planned", lambda config: plan)
     with allocations:
         train_quietly(replace(config, device="cpu"), tmp_path / "log")

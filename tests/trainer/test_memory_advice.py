@@ -21,6 +21,7 @@ LARGE = {
     "ema": "calibration={reference: ema}",
     "bf16": "watch={action: bf16_forward}",
     "activations": "precision={saved_activations: bf16}",
+    "lent": "rollout={engine: {kv_cache_tokens: 400000}}",
     "cache": "rollout={engine: {kv_cache_tokens: 400000, max_prefill_tokens: 65536}, prompts_per_step: 64}",
 }
 """Configurations of which each takes more for something of its own."""
@@ -88,6 +89,7 @@ def test_each_key_saves_what_is_said(large, config_file):
         changed = load_config(TrainConfig, config_file, [LARGE[large], override])
         assert binary_size(needed - plan_of(changed).needed_bytes) == size, override
     keys = {"kl": "algorithm.kl", "ema": "calibration.reference", "bf16": "watch.action", "cache": "rollout.engine.kv"}
+    keys["lent"] = "rollout.engine.lend_memory=true"
     assert any(override.startswith(keys.get(large, "precision.saved")) for override, _ in savings)
 
 
@@ -104,6 +106,7 @@ def test_advice_never_leads_to_a_config_that_is_refused(tmp_path):
     found = {key: values for key, values in options(config) for value in values if with_changes(config, {key: value})}
     assert found["rollout.engine.kv_cache_tokens"] == [1550], "775 would hold no whole sequence"
     assert found["trainer.microbatch_tokens"] == [4096, 2048]
+    assert "rollout.engine.lend_memory" not in found, "on a CPU"
     done = with_changes(config, {"trainer.microbatch_tokens": 2048, "trainer.recompute_layers": True})
     assert not {"trainer.microbatch_tokens", "trainer.recompute_layers"} & dict(options(done)).keys()
 

@@ -4,6 +4,7 @@ import pytest
 from training_runs import TINY_MODEL
 
 from octavo.bench.memory import full_run, random_model, train_beside_plan
+from octavo.trainer.memory_advice import with_changes
 
 pytestmark = pytest.mark.gpu
 
@@ -41,3 +42,11 @@ def test_the_plan_is_what_a_run_takes(widths, precision, recompute, tmp_path):
     run = train_beside_plan(full_run(model, tmp_path / "run", precision, recompute))
     assert {"rollout", "old_logprobs", "shadow", "update", "peak", "held"} == run.planned.keys()
     assert abs(run.off("peak")) <= 0.05, f"\n{run.table()}"
+
+
+def test_the_plan_of_a_run_that_lends_its_cache(tmp_path):
+    model = random_model(tmp_path / "model", TINY_MODEL, QWEN3)
+    engine = {"rollout.engine.lend_memory": True, "rollout.engine.kv_cache_tokens": 400_000}
+    run = train_beside_plan(with_changes(full_run(model, tmp_path / "run", {"recipe": "block128"}), engine))
+    assert run.plan.peak[0] == "rollout" and run.measured["rollout"] - run.measured["held"] > 6.0
+    assert all(abs(run.off(phase)) <= 0.05 for phase in ("peak", "rollout", "update", "held")), f"\n{run.table()}"

@@ -60,6 +60,7 @@ RECIPES = ["block128", "w8a16", "rowwise", "tensorwise", "tensorwise_static", "b
 CASES = [
     *((recipe, {}, "qwen3", WHOLE, SHORT, recompute) for recipe in RECIPES for recompute in (False, True)),
     *((recipe, {}, "llama", RAGGED, SHORT, True) for recipe in ("block128", "rowwise", "tensorwise")),
+    *((recipe, {}, "qwen3", WHOLE | {"intermediate_size": 3072}, SHORT, True) for recipe in ("rowwise", "tensorwise")),
     *((recipe, {"kv_cache": "bf16"}, "qwen3", ATTENTION, SHORT, True) for recipe in ("block128", "bf16")),
     ("w8a16", {}, "qwen3", WHOLE, LONG, False),
     ("block128", {}, "qwen2", WHOLE | UNTIED, SHORT, False),

@@ -64,6 +64,49 @@ def test_gradients_are_scaled_to_the_largest_norm():
     assert torch.allclose(weight, torch.tensor([-0.6 / 1.6, -0.8 / 1.8]))
 
 
+def trained(max_grad_norm, scale, **formats):
+    """A matrix and a vector after two steps on gradients of which the optimiser makes the same."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 256), (256,)))
+    config = OptimizerConfig(lr=0.1, adam_eps=1.0, max_grad_norm=max_grad_norm, **formats)
+    optimizer = Optimizer({"matrix": matrix, "vector": vector}, config, 2, seed=3)
+    for _ in range(2):
+        for weight in (matrix, vector):
+            grad = torch.randn(weight.shape, generator=generator)
+            weight.grad = grad / grad.norm() * 2.0**-0.5 * scale  # of norm `scale` together
+        optimizer.step()
+    return matrix.detach(), vector.detach()
+
+
+@pytest.mark.parametrize("formats", [{}, {"state_format": "int8"}])
+def test_in_any_format_clipping_changes_matrices_and_vectors_alike(formats):
+    clipped, small = trained(0.5, 64.0, **formats), trained(1e9, 0.5, **formats)
+    for mine, wanted in zip(clipped, small, strict=True):
+        torch.testing.assert_close(mine - 1.0, wanted - 1.0, rtol=0.02, atol=1e-7)
+        assert (wanted != 1.0).all()
+
+
+@pytest.mark.parametrize("broken", ["matrix", "vector"])
+@pytest.mark.parametrize("formats", [{}, {"state_format": "int8"}, {"master_format": "bf16"}])
+def test_a_master_that_is_no_longer_finite_is_named(formats, broken):
+    """The step takes it beyond FP32."""
+    weights = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in (("matrix", (4, 256)), ("vector", 256))}
+    with torch.no_grad():
+        weights[broken].view(-1)[77] = 3.3e38
+    if formats.get("master_format") == "bf16":
+        weights["matrix"] = torch.nn.Parameter(weights["matrix"].detach().bfloat16())
+        weights["matrix"].grad_dtype = torch.float32
+    optimizer = Optimizer(weights, OptimizerConfig(lr=3e37, **formats), 1)
+    for weight in weights.values():
+        weight.grad = torch.zeros(weight.shape)
+    weights[broken].grad.view(-1)[77] = -1.0
+    with pytest.raises(
+        Diverged, match="weight after optimiser step 0 is not finite; the first of 1 tensors is"
+    ) as error:
+        optimizer.step()
+    assert [item.name for item in error.value.broken] == [broken]
+
+
 def test_a_gradient_that_is_not_finite_stops_before_any_weight_changes():
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = Optimizer({"weight": weight}, OptimizerConfig(), 1)

@@ -5,6 +5,7 @@ import torch
 import yaml
 from training_runs import read_lines, tiny_config
 
+from octavo.layers.attention import PackedAttention
 from octavo.models.checkpoint import load_decoder
 from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.rl.mismatch import tis_weights
@@ -17,7 +18,7 @@ from octavo.trainer.divergence import StepRecord
 from octavo.trainer.metrics import Display
 from octavo.trainer.precision import check_live, declared_flow
 from octavo.trainer.precision_config import PrecisionConfig, SidePrecision
-from octavo.trainer.progress import Progress
+from octavo.trainer.progress import Progress, weights_fingerprint
 from octavo.trainer.rollout import pack, sample
 from octavo.trainer.run import load_reference, load_run, make_optimizer
 from octavo.trainer.train import train
@@ -175,6 +176,22 @@ def test_an_engine_on_other_masters_is_refused(tmp_path):
     run, other = (load_run(split_config(tmp_path), Display()) for _ in range(2))
     with pytest.raises(ValueError, match="the engine reads other masters than the policy trains, .* embed_tokens"):
         check_live(run.flow, run.policy, Engine(other.policy, run.config.rollout.engine, ()))
+
+
+@torch.no_grad()
+def test_a_reference_model_keeps_no_masters_and_computes_what_the_policy_does(tmp_path):
+    config = tiny_config(tmp_path, algorithm__kl__coefficient=0.1)
+    policy, reference = load_run(config, Display()).policy, load_reference(config)
+    assert sum(parameter.numel() for parameter in reference.parameters() if parameter.ndim != 1) == 0
+    tokens = torch.arange(5, 25)
+    found, wanted = (
+        decoder.logits(decoder(tokens, torch.arange(20), PackedAttention(torch.tensor([0, 20]), "fp8")))
+        for decoder in (reference, policy)
+    )
+    assert torch.equal(found, wanted)
+    before = weights_fingerprint(reference)
+    reference.layers[0].o_proj.weight_q.view(torch.uint8)[0, 0] ^= 1
+    assert weights_fingerprint(reference) != before, "its bytes are hashed"
 
 
 def test_a_reference_model_is_held_to_its_graph(tmp_path, monkeypatch):

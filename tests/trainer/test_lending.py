@@ -1,0 +1,89 @@
+"""When a run lends its KV cache's memory, and that neither this nor a stop in between changes a bit of it."""
+
+import gc
+import signal
+from dataclasses import replace
+
+import pytest
+from fake_driver import pretend_driver
+from training_runs import resumable, run, same_run, signal_at, tiny_config
+
+from octavo.rollout.engine import Engine
+from octavo.trainer import loop, rollout, train
+from octavo.trainer import run as training_run
+from octavo.trainer.interrupt import Interrupted
+from octavo.trainer.metrics import Display
+
+MAKE_ENGINE = training_run.make_engine
+NAMES = {"cuMemSetAccess": "take back", "cuMemUnmap": "lend"}
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Engines that lend, which the config allows on a GPU alone."""
+
+    def make_engine(config, decoder, stops, display, vllm):
+        return Engine(decoder, replace(config.rollout.engine, lend_memory=True), stops)
+
+    monkeypatch.setattr(training_run, "make_engine", make_engine)
+    yield from pretend_driver(monkeypatch)
+
+
+def test_the_cache_is_there_for_sampling_alone(driver, tmp_path, monkeypatch):
+    def told(owner, name):
+        original = getattr(owner, name)
+
+        def telling(*arguments, **keywords):
+            driver.calls.append(name)
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, telling)
+
+    for owner, name in ((train, "evaluate"), (rollout, "sample"), (loop, "annotate"), (loop, "accumulate")):
+        told(owner, name)
+    run(resumable(tmp_path / "run", trainer__num_steps=3))
+    gc.collect()
+    wanted = {"evaluate", "sample", "annotate", "accumulate", *NAMES}
+    events = [NAMES.get(name, name) for name in driver.calls if name in wanted]
+    events = [event for event, before in zip(events, [None, *events], strict=False) if event != before]
+    step = ["lend", "annotate", "accumulate"]
+    assert events == [
+        *["take back", "lend"],  # as the run is loaded
+        *["evaluate", "take back", "sample", *step],
+        *["sample", "take back", *step, "evaluate", "take back"],
+        *["sample", *step, "evaluate", "take back"],
+        "lend",  # for good
+    ]
+
+
+@pytest.mark.parametrize(
+    "owner, name, call",
+    [
+        (Engine, "_prefill", 3),  # in a rollout, with the memory
+        (loop, "annotate", 3),  # in old log-probabilities, without
+    ],
+)
+def test_a_run_that_lends_and_stops_has_the_bits_of_one_that_does_not(owner, name, call, driver, tmp_path, monkeypatch):
+    config = resumable(tmp_path / "run", trainer__num_steps=2)
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        signal_at(patch, owner, name, call, signal.SIGTERM)
+        run(config)
+    assert "resuming from" in run(config, resume=True)
+    assert "cuMemUnmap" in driver.calls
+    monkeypatch.setattr(training_run, "make_engine", MAKE_ENGINE)
+    gc.collect()
+    driver.calls.clear()
+    run(replace(config, output_dir=str(tmp_path / "plain")))
+    assert not driver.calls
+    same_run(tmp_path / "run", tmp_path / "plain")
+
+
+def test_a_rescue_in_bf16_has_the_only_cache(driver, tmp_path):
+    first = training_run.load_run(tiny_config(tmp_path / "run"), Display())
+    assert first.engine.uncounted_bytes() == 0, "lent while the rest is loaded"
+    first.engine.cache.take_back()
+    assert first.engine.uncounted_bytes() == sum(driver.mapped.values()) > 0
+    rescue = training_run.in_bf16(first)
+    assert first.engine.uncounted_bytes() == 0
+    assert rescue.engine.uncounted_bytes() == sum(driver.mapped.values()) > 0
+    first.verifiers.close()
