@@ -34,6 +34,7 @@ from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.batch import Microbatch, MiniBatch, pack
 from octavo.rollout.engine import Engine, EngineConfig
+from octavo.rollout.lent_memory import expand_segments
 from octavo.rollout.sampler import SamplingConfig
 from octavo.trainer.memory_held import count_parameters, forward_bytes, master_bytes, moment_bytes
 from octavo.trainer.optimizer import Optimizer
@@ -121,6 +122,8 @@ def step_times(
     free = torch.cuda.mem_get_info()[0]
     formats = formats_beside(config, recipe, works, free)
     rates = device_rates(config, recipe, longest.microbatch_tokens)
+    if any(work.lends_memory for work in works):
+        expand_segments()
     models = build(config, hf_config, recipe, formats, longest.longest)
     for work in works:
         yield bench_step(models, work, rates, cache_tokens(config, recipe, work, formats, free), run)

@@ -20,6 +20,7 @@ from octavo.numerics.precision_flow import PrecisionFlow
 from octavo.numerics.recipe import get_recipe
 from octavo.rollout.counter import uniform_bits
 from octavo.rollout.engine import Engine, EngineConfig, RolloutEngine
+from octavo.rollout.lent_memory import expand_segments
 from octavo.tasks.checks import modules_of
 from octavo.tasks.problem import Task
 from octavo.tasks.prompts import stop_token_ids
@@ -147,6 +148,8 @@ def load_run(config: TrainConfig, display: Display, vllm: VLLMFactory | None = N
     flow.check(config.precision.allow_mismatch)
     tokenizer = load_tokenizer(config.model.path)
     task, train_problems, benchmarks = load_problems(config, tokenizer, display)
+    if isinstance(config.rollout.engine, EngineConfig) and config.rollout.engine.lend_memory:
+        expand_segments()
     policy = load_decoder(
         config.model.path,
         config.precision.train_recipe(),

@@ -13,7 +13,7 @@ from octavo.numerics.fp8 import E4M3
 from octavo.numerics.recipe import get_recipe
 from octavo.rollout import lent_memory
 from octavo.rollout.engine import Engine, EngineConfig
-from octavo.rollout.lent_memory import LentMemory, tensor_bytes
+from octavo.rollout.lent_memory import LentMemory, expand_segments, tensor_bytes
 from octavo.rollout.sampler import SamplingConfig
 
 CUDA = torch.device("cuda", 0)
@@ -101,7 +101,33 @@ def test_what_is_missing_is_named_in_bytes(driver):
     message = str(caught.value)
     assert message.startswith("the KV cache wants 32768 bytes (0.00 GiB) of cuda:0, where 25000 (0.00 GiB) are free")
     assert "2.00 GiB lie unused between torch's tensors" in message and "\n" not in message
-    assert re.search(r"Lower rollout\.engine\.kv_cache_tokens; PYTORCH_CUDA_ALLOC_CONF=", message)
+    assert re.search(r"Lower rollout\.engine\.kv_cache_tokens; with PYTORCH_CUDA_ALLOC_CONF=", message)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    "value, given",
+    [
+        (None, ["expandable_segments:True"]),
+        ("max_split_size_mb:512", ["expandable_segments:True"]),
+        ("max_split_size_mb:512,expandable_segments:False", []),
+        ("expandable_segments:True", []),
+    ],
+)
+def test_segments_are_expandable_unless_the_environment_says_so_itself(name, value, given, monkeypatch):
+    settings = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    expand_segments()
+    assert settings == given
+
+
+def test_torch_takes_the_setting_without_a_word(recwarn):
+    expand_segments()
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(

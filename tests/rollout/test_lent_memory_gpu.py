@@ -8,6 +8,7 @@ import torch
 from gpu_models import assert_exact, decoder_of, prompts_of, update_
 
 from octavo.rollout.engine import Engine, EngineConfig
+from octavo.rollout.lent_memory import expand_segments
 from octavo.rollout.sampler import SamplingConfig
 
 pytestmark = [
@@ -55,6 +56,22 @@ def test_graphs_sample_the_same_bits_before_and_after(kv_cache):
     other = run()
     assert other != first
     assert_exact(decoder, other, 0.8)
+
+
+def test_pages_between_tensors_go_back():
+    """A large tensor that is gone, and a small one in the midst of what torch keeps of it."""
+    expand_segments()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    large = torch.empty(4 * 2**30, dtype=torch.uint8, device="cuda")
+    del large
+    several = [torch.empty(32 * 2**20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    middle = several[31]
+    assert torch.cuda.mem_get_info()[0] < before - 2**30
+    del several
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= before - 4 * SLACK and middle.numel() == 32 * 2**20
 
 
 def test_what_an_engine_had_goes_back_with_it():
