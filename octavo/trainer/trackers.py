@@ -6,6 +6,7 @@ They are a copy of metrics.jsonl. One that fails is switched off with one line, 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,8 +70,16 @@ class TensorBoard:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # tensorboard loads TensorFlow where it is installed
         from torch.utils.tensorboard import SummaryWriter
 
-        # Earlier events from start_step on are hidden: a resumed run overwrites them, and a new one all.
-        self._open = lambda step: SummaryWriter(str(folder), purge_step=step)
+        def open_file(step: int) -> SummaryWriter:
+            """Earlier events from this step on are hidden: a resumed run overwrites them, and a new one all.
+
+            Files are read in the order of their names, which hold the second and then a count without leading zeros.
+            """
+            if any(folder.glob(f"*.tfevents.{int(time.time()):010d}.*")):
+                time.sleep(1.0)
+            return SummaryWriter(str(folder), purge_step=step)
+
+        self._open = open_file
         self.writer = self._open(start_step)
 
     def log(self, step: int, metrics: dict[str, Any], samples: Sequence[dict[str, Any]]) -> None:

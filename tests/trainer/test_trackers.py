@@ -92,7 +92,9 @@ def test_lists_texts_and_the_step_are_no_scalars_and_samples_are_texts(tmp_path)
     assert text == "    1+1=2\n    # end\n    [reward 1]"
 
 
-def test_a_resumed_run_overwrites_the_steps_it_runs_again(tmp_path):
+def test_a_resumed_run_overwrites_the_steps_it_runs_again(tmp_path, monkeypatch):
+    event_file_writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(event_file_writer._global_uid, "_value", 9)  # of file names: 9, then 10, which sorts first
     for start_step, value in ((0, 1.0), (2, 2.0)):
         trackers = Trackers(tmp_path, TrackingConfig(), {}, display(), start_step)
         for step in range(start_step, 4):
