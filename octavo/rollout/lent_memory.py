@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
-import warnings
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -112,13 +110,12 @@ def expand_segments() -> None:
     """Let torch take memory from now on by segments that grow and shrink by pages, and give back pages between tensors.
 
     Without that 20 GiB lay unused between the tensors of an 8B model once it had trained. Nothing is changed where
-    PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF name expandable_segments themselves.
+    PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF name expandable_segments themselves; what else they say is said again,
+    as torch takes what is left out for its default.
     """
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    if any("expandable_segments" in os.environ.get(name, "") for name in names):
-        return
-    with warnings.catch_warnings(action="ignore"):  # deprecated for a function that is not public either
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    given = torch._C._accelerator_getAllocatorSettings()  # torch.cuda.memory has it deprecated, and for writing alone
+    if "expandable_segments" not in given:
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, "expandable_segments:True"])))
 
 
 class LentMemory:

@@ -2,7 +2,10 @@
 
 import ctypes
 import gc
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -105,29 +108,32 @@ def test_what_is_missing_is_named_in_bytes(driver):
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_torch_reads_its_settings_from_the_environment(name):
+    command = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
+    without = {key: value for key, value in os.environ.items() if not key.endswith("ALLOC_CONF")}
+    environment = without | {name: "max_split_size_mb:512"}
+    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "max_split_size_mb:512\n"
+
+
 @pytest.mark.parametrize(
-    "value, given",
+    "given, wanted",
     [
-        (None, ["expandable_segments:True"]),
-        ("max_split_size_mb:512", ["expandable_segments:True"]),
-        ("max_split_size_mb:512,expandable_segments:False", []),
-        ("expandable_segments:True", []),
+        ("", "expandable_segments:True"),
+        ("max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:True"),
+        ("max_split_size_mb:512,expandable_segments:False", "max_split_size_mb:512,expandable_segments:False"),
+        ("expandable_segments:True", "expandable_segments:True"),
     ],
 )
-def test_segments_are_expandable_unless_the_environment_says_so_itself(name, value, given, monkeypatch):
-    settings = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
-    for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(each, raising=False)
-    if value is not None:
-        monkeypatch.setenv(name, value)
-    expand_segments()
-    assert settings == given
-
-
-def test_torch_takes_the_setting_without_a_word(recwarn):
-    expand_segments()
-    assert not recwarn.list
+def test_segments_are_expandable_unless_the_settings_say_so_themselves(given, wanted, recwarn):
+    before = torch._C._accelerator_getAllocatorSettings()
+    try:
+        torch._C._accelerator_setAllocatorSettings(given)
+        expand_segments()
+        assert torch._C._accelerator_getAllocatorSettings() == wanted
+        assert not recwarn.list
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
 
 
 @pytest.mark.parametrize(
