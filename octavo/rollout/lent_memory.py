@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
+import warnings
 import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -113,9 +115,11 @@ def expand_segments() -> None:
     PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF name expandable_segments themselves; what else they say is said again,
     as torch takes what is left out for its default.
     """
-    given = torch._C._accelerator_getAllocatorSettings()  # torch.cuda.memory has it deprecated, and for writing alone
-    if "expandable_segments" not in given:
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [given, "expandable_segments:True"])))
+    given = [text for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if (text := os.environ.get(name))]
+    if any("expandable_segments" in text for text in given):
+        return
+    with warnings.catch_warnings(action="ignore"):  # deprecated for a function that is not public either
+        torch.cuda.memory._set_allocator_settings(",".join([*given, "expandable_segments:True"]))
 
 
 class LentMemory:

@@ -2,10 +2,7 @@
 
 import ctypes
 import gc
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -107,33 +104,36 @@ def test_what_is_missing_is_named_in_bytes(driver):
     assert re.search(r"Lower rollout\.engine\.kv_cache_tokens; with PYTORCH_CUDA_ALLOC_CONF=", message)
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_torch_reads_its_settings_from_the_environment(name):
-    command = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
-    without = {key: value for key, value in os.environ.items() if not key.endswith("ALLOC_CONF")}
-    environment = without | {name: "max_split_size_mb:512"}
-    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "max_split_size_mb:512\n"
-
-
 @pytest.mark.parametrize(
-    "given, wanted",
+    "value, other, given",
     [
-        ("", "expandable_segments:True"),
-        ("max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:True"),
-        ("max_split_size_mb:512,expandable_segments:False", "max_split_size_mb:512,expandable_segments:False"),
-        ("expandable_segments:True", "expandable_segments:True"),
+        (None, None, ["expandable_segments:True"]),
+        ("", None, ["expandable_segments:True"]),
+        ("max_split_size_mb:512", None, ["max_split_size_mb:512,expandable_segments:True"]),
+        ("roundup_power2_divisions:[256:1,>:4]", "", ["roundup_power2_divisions:[256:1,>:4],expandable_segments:True"]),
+        ("max_split_size_mb:512,expandable_segments:False", None, []),
+        ("expandable_segments:True", "max_split_size_mb:512", []),
     ],
 )
-def test_segments_are_expandable_unless_the_settings_say_so_themselves(given, wanted, recwarn):
-    before = torch._C._accelerator_getAllocatorSettings()
-    try:
-        torch._C._accelerator_setAllocatorSettings(given)
-        expand_segments()
-        assert torch._C._accelerator_getAllocatorSettings() == wanted
-        assert not recwarn.list
-    finally:
-        torch._C._accelerator_setAllocatorSettings(before)
+@pytest.mark.parametrize(
+    "names", [("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+)
+def test_segments_are_expandable_and_what_else_the_environment_says_stays(value, other, given, names, monkeypatch):
+    settings = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    for name, text in zip(names, (value, other), strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if text is not None:
+            monkeypatch.setenv(name, text)
+    expand_segments()
+    assert settings == given
+
+
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:512", "garbage_collection_threshold:0.8,backend:native"])
+def test_torch_takes_the_settings_without_a_word(given, monkeypatch, recwarn):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+    expand_segments()
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(
