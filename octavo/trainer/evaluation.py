@@ -111,7 +111,8 @@ def make_jobs(run: Run, compare: Recipe | None = None) -> list[Job]:
         settings = run.config.rollout.engine
         assert isinstance(settings, EngineConfig), settings
         decoder = run.policy.with_recipe(compare)
-        engines[compare.name] = Engine(decoder, settings, sorted(run.engine.stop_token_ids))
+        engines[compare.name] = other = Engine(decoder, settings, sorted(run.engine.stop_token_ids))
+        other.lend()  # one KV cache at a time
     own_test = not (run.config.evaluation.sets or run.task.parts)
     return [
         Job(
@@ -158,6 +159,8 @@ def sample_jobs(
                 skipped = min(num_done, len(job.problems))
                 num_done -= skipped
                 rows += _sample(run, job, skipped, keep, advance)
+                if isinstance(job.engine, Engine):
+                    job.engine.lend()
     except NonFiniteLogits as error:
         raise Diverged(f"evaluation ({error})", dict(run.policy.named_parameters())) from error
     finally:

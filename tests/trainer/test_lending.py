@@ -8,24 +8,26 @@ import pytest
 from fake_driver import pretend_driver
 from training_runs import resumable, run, same_run, signal_at, tiny_config
 
+from octavo.numerics.recipe import get_recipe
 from octavo.rollout.engine import Engine
-from octavo.trainer import loop, rollout, train
+from octavo.trainer import evaluation, loop, rollout, train
 from octavo.trainer import run as training_run
 from octavo.trainer.interrupt import Interrupted
 from octavo.trainer.metrics import Display
 
-MAKE_ENGINE = training_run.make_engine
 NAMES = {"cuMemSetAccess": "take back", "cuMemUnmap": "lend"}
+
+
+class LendingEngine(Engine):
+    def __init__(self, decoder, config, stops):
+        super().__init__(decoder, replace(config, lend_memory=True), stops)
 
 
 @pytest.fixture
 def driver(monkeypatch):
     """Engines that lend, which the config allows on a GPU alone."""
-
-    def make_engine(config, decoder, stops, display, vllm):
-        return Engine(decoder, replace(config.rollout.engine, lend_memory=True), stops)
-
-    monkeypatch.setattr(training_run, "make_engine", make_engine)
+    for module in (training_run, evaluation):
+        monkeypatch.setattr(module, "Engine", LendingEngine)
     yield from pretend_driver(monkeypatch)
 
 
@@ -49,10 +51,9 @@ def test_the_cache_is_there_for_sampling_alone(driver, tmp_path, monkeypatch):
     step = ["lend", "annotate", "accumulate"]
     assert events == [
         *["take back", "lend"],  # as the run is loaded
-        *["evaluate", "take back", "sample", *step],
-        *["sample", "take back", *step, "evaluate", "take back"],
-        *["sample", *step, "evaluate", "take back"],
-        "lend",  # for good
+        *["evaluate", "take back", "lend", "sample", "take back", *step],
+        *["sample", "take back", *step, "evaluate", "take back", "lend"],
+        *["sample", "take back", *step, "evaluate", "take back", "lend"],
     ]
 
 
@@ -70,12 +71,27 @@ def test_a_run_that_lends_and_stops_has_the_bits_of_one_that_does_not(owner, nam
         run(config)
     assert "resuming from" in run(config, resume=True)
     assert "cuMemUnmap" in driver.calls
-    monkeypatch.setattr(training_run, "make_engine", MAKE_ENGINE)
+    monkeypatch.setattr(training_run, "Engine", Engine)
     gc.collect()
     driver.calls.clear()
     run(replace(config, output_dir=str(tmp_path / "plain")))
     assert not driver.calls
     same_run(tmp_path / "run", tmp_path / "plain")
+
+
+def test_an_evaluation_of_two_precisions_has_one_cache_at_a_time(driver, tmp_path, monkeypatch):
+    def telling(engine, *arguments, **keywords):
+        found = generate(engine, *arguments, **keywords)
+        caches.append((engine.uncounted_bytes(), sum(driver.mapped.values())))
+        return found
+
+    caches, generate = [], Engine.generate
+    run = training_run.load_run(tiny_config(tmp_path / "run"), Display())
+    monkeypatch.setattr(Engine, "generate", telling)
+    evaluation.measure(run, compare=get_recipe("bf16"))
+    assert len(caches) == 2 and all(own == mapped > 0 for own, mapped in caches)
+    assert not driver.mapped, "and none afterwards"
+    run.verifiers.close()
 
 
 def test_a_rescue_in_bf16_has_the_only_cache(driver, tmp_path):
