@@ -111,8 +111,7 @@ def make_jobs(run: Run, compare: Recipe | None = None) -> list[Job]:
         settings = run.config.rollout.engine
         assert isinstance(settings, EngineConfig), settings
         decoder = run.policy.with_recipe(compare)
-        engines[compare.name] = other = Engine(decoder, settings, sorted(run.engine.stop_token_ids))
-        other.lend()  # one KV cache at a time
+        engines[compare.name] = Engine(decoder, settings, sorted(run.engine.stop_token_ids))
     own_test = not (run.config.evaluation.sets or run.task.parts)
     return [
         Job(
@@ -153,14 +152,15 @@ def sample_jobs(
     before = RolloutState.take(decoders)
     rows: list[dict[str, Any]] = []
     num_left = sum(len(job.problems) for job in jobs) - num_done
+    engines = {job.engine for job in jobs if isinstance(job.engine, Engine)}
     try:
         with run.display.bar("evaluate", num_left * size) as advance:
             for job in jobs:
+                for engine in engines - {job.engine}:
+                    engine.lend()  # one KV cache at a time
                 skipped = min(num_done, len(job.problems))
                 num_done -= skipped
                 rows += _sample(run, job, skipped, keep, advance)
-                if isinstance(job.engine, Engine):
-                    job.engine.lend()
     except NonFiniteLogits as error:
         raise Diverged(f"evaluation ({error})", dict(run.policy.named_parameters())) from error
     finally:

@@ -202,6 +202,8 @@ def evaluate_pending(session: Session) -> bool:
     assert progress.pending is not None
     with clock.phase("evaluate"), diagnosed(session, StepRecord(step=progress.next_step - 1)):
         evaluation = evaluate(run)
+    if isinstance(run.engine, Engine):
+        run.engine.lend()
     metrics = progress.pending["metrics"]
     peaks = [found["memory/peak_gib"] for found in (metrics, clock.metrics) if "memory/peak_gib" in found]
     metrics |= evaluation | clock.metrics
