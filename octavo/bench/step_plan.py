@@ -86,7 +86,8 @@ def cache_tokens(config: DecoderConfig, recipe: Recipe, work: StepWork, formats:
     if int(step * (1 + FRAGMENTATION)) + LIBRARY_BYTES > free_bytes:
         return 0
     left = free_bytes - int(beside * (1 + FRAGMENTATION)) - LIBRARY_BYTES
-    return min(int(left * CACHE_SHARE / token_bytes(config, recipe)), work.num_sequences * work.longest_in_pages)
+    fitting = int(max(0, left) * CACHE_SHARE / token_bytes(config, recipe))
+    return min(fitting, work.num_sequences * work.longest_in_pages)
 
 
 def step_peak_bytes(config: DecoderConfig, recipe: Recipe, work: StepWork, formats: TrainFormats) -> int:

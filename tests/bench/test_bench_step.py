@@ -187,6 +187,10 @@ def test_lent_memory_leaves_all_but_what_is_held_to_the_cache():
     assert room(work, free + 10 * token) < 16 and room(lent, free - 1) == 0
     held = step_plan._held_bytes(config, recipe, FORMATS[2]) + step_plan._sampling_bytes(config, recipe, lent)
     assert room(lent, free) == pytest.approx(0.95 * 1.05 * (step - held) / token, rel=1e-3)
+    crowd = replace(lent, num_prompts=100_000)  # whose decode step takes more than training does
+    assert step_plan._sampling_bytes(config, recipe, crowd) > step and room(crowd, free) == 0
+    with pytest.raises(ValueError, match="one sequence of 2048 tokens do not fit"):
+        formats_beside(config, recipe, [crowd], free)
 
 
 def test_what_a_step_holds_by_hand():
