@@ -121,9 +121,9 @@ def step_times(
     check_length(config, longest.longest, "--prompt-tokens or --completion-tokens")
     free = torch.cuda.mem_get_info()[0]
     formats = formats_beside(config, recipe, works, free)
-    rates = device_rates(config, recipe, longest.microbatch_tokens)
     if any(work.lends_memory for work in works):
-        expand_segments()
+        expand_segments()  # before anything is measured, whose segments would stay
+    rates = device_rates(config, recipe, longest.microbatch_tokens)
     models = build(config, hf_config, recipe, formats, longest.longest)
     for work in works:
         yield bench_step(models, work, rates, cache_tokens(config, recipe, work, formats, free), run)

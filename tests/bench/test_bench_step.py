@@ -226,6 +226,19 @@ def test_what_cannot_be_measured_is_refused(monkeypatch):
         next(step_times(*read_config(MODEL), get_recipe("block128"), [WORK, replace(WORK, completion_tokens=10**6)]))
 
 
+@pytest.mark.parametrize("lends", [False, True])
+def test_segments_are_expandable_before_torch_takes_any(lends, monkeypatch):
+    called = []
+    for name in ("require_cuda", "require_kernels", "expand_segments", "device_rates", "build", "bench_step"):
+        monkeypatch.setattr(step, name, lambda *given, name=name: called.append(name))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    works = [WORK, replace(WORK, lends_memory=lends)]
+    list(step_times(*read_config(MODEL), get_recipe("block128"), works))
+    wanted = ["device_rates", "build", "bench_step", "bench_step"]
+    assert called[2:] == ["expand_segments"] * lends + wanted
+
+
 def test_the_command_prints_phases_or_json(monkeypatch):
     times = {phase: 2.0 for phase in PHASES}
     time = StepTime(
