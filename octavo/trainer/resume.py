@@ -186,10 +186,11 @@ class Session:
             ValueError: another model, or other problems (unless `allow_changes`).
         """
         checkpoint, state = point.checkpoint, point.checkpoint.state
+        saved = state["fingerprints"]
         others = [
             f"{name}: not those of the run"
             for name, digest in self._fingerprints.items()
-            if digest != state["fingerprints"][name]
+            if digest != saved.get(name, digest)
         ]
         _refuse(others, checkpoint.path, allow_changes)
         for group, tensors in self._tensors().items():
@@ -222,6 +223,8 @@ class Session:
             if not file.cut(state["sizes"][file.path.name]):
                 notes.append(f"{file.path} is not as it was left: lines of earlier steps are gone")
         now = state_of.environment(self.run.config.device)
+        if "reference bytes" not in saved and self.reference is not None:  # of when it still had masters
+            notes.append("the checkpoint has no hash of the reference model's bytes, which were not checked")
         for key, was in state["environment"].items():
             if was != now[key]:
                 notes.append(f"the checkpoint was written under {key} {was}, and this is {now[key]}: bits may differ")
@@ -268,7 +271,7 @@ class Session:
         return {
             "problems": problems_fingerprint(self.run),
             "model numbers": model_fingerprint(self.run),
-            "reference weights": reference or "none",
+            "reference bytes": reference or "none",
         }
 
 

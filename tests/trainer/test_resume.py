@@ -1,5 +1,6 @@
 """Resume to the bit after Ctrl-C, SIGTERM and damage; what is refused; what a full disk or a NaN leaves."""
 
+import hashlib
 import json
 import os
 import resource
@@ -147,8 +148,15 @@ def test_other_problems_or_another_reference_are_refused(tmp_path):
     (task / "train.jsonl").write_text((task / "train.jsonl").read_text().replace('"9"', '"8"'))
     run(config, resume=True)
     shutil.copytree(tmp_path / "run/model", tmp_path / "base", dirs_exist_ok=True)
-    with pytest.raises(ValueError, match="reference weights: not those of the run"):
+    with pytest.raises(ValueError, match="reference bytes: not those of the run"):
         run(config, resume=True)
+    folder = tmp_path / "run/checkpoints/step_000001"
+    older = (folder / "state.json").read_text().replace("reference bytes", "reference weights")  # a hash of masters
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {"bytes": len(older), "sha256": hashlib.sha256(older.encode()).hexdigest()}
+    (folder / "state.json").write_text(older)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "no hash of the reference model's bytes" in run(config, resume=True)
 
 
 def test_resume_where_no_checkpoint_is_starts_from_the_beginning(whole, tmp_path, monkeypatch):
