@@ -158,7 +158,11 @@ def main() -> None:
     wanted = arguments.protocols or ["A", "B"]
     if set(wanted) - {"A", "B"}:
         parser.error(f"protocols are A and B; got {' '.join(wanted)}")
-    name, engine = ("bf16", "vllm") if arguments.tiny else (arguments.precision, arguments.engine)
+    name, engine = arguments.precision, arguments.engine
+    if arguments.tiny:
+        if (name or "bf16", engine or "vllm") != ("bf16", "vllm"):
+            parser.error(f"--tiny is BF16 in vLLM; got {name or 'bf16'} in {engine or 'vllm'}")
+        name, engine = "bf16", "vllm"
     without_vllm = engine != "octavo" and importlib.util.find_spec("vllm") is None
     if without_vllm or not (torch.cuda.is_available() or arguments.tiny):
         print("benchmarks/vllm_rollout.py measures vLLM on a GPU, and one of them is missing here: skipped")

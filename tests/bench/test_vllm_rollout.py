@@ -108,6 +108,20 @@ def test_every_precision_and_engine_has_a_process(fake, monkeypatch):
     assert commands == [(command, True) for command in wanted] and not made
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["C"], "protocols are A and B; got C"),
+        (["--tiny", "--precision", "block128"], "--tiny is BF16 in vLLM; got block128 in vllm"),
+        (["--tiny", "--engine", "octavo"], "--tiny is BF16 in vLLM; got bf16 in octavo"),
+    ],
+)
+def test_what_it_does_not_measure_is_refused(arguments, message, fake, capsys):
+    with pytest.raises(SystemExit):
+        fake(*arguments)
+    assert message in capsys.readouterr().err and not made
+
+
 def test_fewer_tokens_than_asked_for_are_no_measurement(fake, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "short", 1)
     with pytest.raises(AssertionError, match=r"\(39, 39\) tokens and log-probabilities, not 40"):
