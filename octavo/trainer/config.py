@@ -213,12 +213,16 @@ class TrainerConfig:
     """Steps between BF16 shadow passes, which measure over-clipping; calibration makes its own. 0 makes none."""
     require_exact: bool = True
     """Stop when rollout_logprobs and the trainer's differ by a bit under a batch-invariant recipe."""
+    exactness_interval: int = 1
+    """Steps from one forward that checks all of the rollout's log-probabilities to the next. Between them old_logprobs
+    are the rollout's, and the first mini-batch's own forward checks its share. Above 1 only with require_exact."""
     logged_samples: int = 4
     """Completions of each step that are written to samples.jsonl."""
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "num_mini_batches", "microbatch_tokens", "shadow_interval", "logged_samples"):
-            least = 0 if name in ("shadow_interval", "logged_samples") else 1
+        counts = ("num_steps", "num_mini_batches", "microbatch_tokens", "exactness_interval")
+        for name in (*counts, "shadow_interval", "logged_samples"):
+            least = 1 if name in counts else 0
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}; got {getattr(self, name)}")
 
@@ -310,6 +314,12 @@ class TrainConfig:
                     f"{name}.master_format=bf16 rounds the weights that recipe {recipe.name!r} multiplies in FP32. Use "
                     f"fp32, or another recipe"
                 )
+        exact = trainer.require_exact and not self.precision.allow_mismatch
+        if trainer.exactness_interval > 1 and not (exact and self.precision.train_recipe().batch_invariant):
+            raise ValueError(
+                f"trainer.exactness_interval={trainer.exactness_interval} takes old_logprobs from the rollout, "
+                f"that wants trainer.require_exact, a batch-invariant recipe and no precision.allow_mismatch. Use 1"
+            )
         if rollout.prompts_per_step % trainer.num_mini_batches:
             raise ValueError(
                 f"rollout.prompts_per_step={rollout.prompts_per_step} is not a multiple of "

@@ -76,9 +76,11 @@ def train_step(
     bounds = config.start_bounds() if config.calibration is None else progress.bounds
     measures = shadow_wanted(config, progress, step)
     run.reference.start_step_(step)
+    checks = not is_exact(run) or step % config.trainer.exactness_interval == 0
     with clock.phase("old_logprobs"):
-        mini_batches = [annotate(run, reference, batch) for batch in mini_batches]  # old, ref logprobs
-        metrics |= check_mismatch(run, mini_batches)
+        mini_batches = [annotate(run, reference, batch, checks) for batch in mini_batches]  # old, ref logprobs
+        if checks:
+            metrics |= check_mismatch(run, mini_batches, [batch.gather("old_logprobs") for batch in mini_batches])
     if critic is not None:
         with clock.phase("critic"):
             mini_batches = judge_tokens(run, critic, mini_batches)  # values, token advantages, returns
@@ -100,6 +102,8 @@ def train_step(
             record.mini_batch_index, record.mini_batch = index, mini_batch
             with clock.phase("update"):
                 logprobs, learned = accumulate(run, mini_batch, bounds, advance)  # forward, loss, backward
+                if not checks and index == 0:
+                    metrics |= check_mismatch(run, [mini_batch], [logprobs])
             if measures and mini_batch is mini_batches[-1]:
                 with clock.phase("shadow"):
                     metrics |= measure_shadow(run, mini_batch, logprobs, progress, step)  # before its update
@@ -118,15 +122,24 @@ def train_step(
     return metrics | learned
 
 
+def is_exact(run: Run) -> bool:
+    """Whether flow and recipe promise that the rollout's log-probabilities are training's."""
+    one_forward = isinstance(run.engine, Engine) and run.engine.decoder is run.policy
+    return one_forward and run.policy.recipe.batch_invariant and run.config.trainer.require_exact
+
+
 @torch.no_grad()
-def annotate(run: Run, reference: Decoder | None, mini_batch: MiniBatch) -> MiniBatch:
-    """Add old logprobs from an independent packed forward, and the reference's; a KL penalty in the reward."""
+def annotate(run: Run, reference: Decoder | None, mini_batch: MiniBatch, checks: bool = True) -> MiniBatch:
+    """Add old logprobs, of an independent packed forward if it `checks`, else the rollout's; and the reference's, whose
+    KL penalty may be in the reward."""
     kl = run.config.algorithm.kl
     temperature = run.config.rollout.sampling.temperature
 
     def add(microbatch: Microbatch) -> Microbatch:
         run.interrupts.check()
-        old_logprobs, _ = packed_logprobs(run.policy, microbatch, temperature)
+        old_logprobs = (
+            packed_logprobs(run.policy, microbatch, temperature)[0] if checks else microbatch.rollout_logprobs
+        )
         if reference is None:
             return replace(microbatch, old_logprobs=old_logprobs)
         ref_logprobs, _ = packed_logprobs(reference, microbatch, temperature)
@@ -217,24 +230,28 @@ def bounds_of(run: Run, mini_batch: MiniBatch, clip: ClipBounds) -> ClipBounds |
     return chosen_bounds(loss, ratio, advantages, gathered_weights(run.config, mini_batch), mask)
 
 
-def check_mismatch(run: Run, mini_batches: list[MiniBatch]) -> dict[str, Any]:
-    """Mismatch of rollout and training over all loss tokens.
+def check_mismatch(run: Run, mini_batches: list[MiniBatch], trained: list[Tensor]) -> dict[str, Any]:
+    """Mismatch of rollout and training over all loss tokens of these mini-batches.
+
+    Args:
+        run, mini_batches: what sampled, and what it did.
+        trained: [T] fp32 each, log-probabilities by the packed forward, before an update.
 
     Raises:
         ValueError: it is not exactly 0 although flow and recipe promise that, and `trainer.require_exact` is set.
     """
-    names = ("old_logprobs", "rollout_logprobs", "loss_mask", "completion_positions")
-    gathered = (torch.cat([batch.gather(name) for batch in mini_batches]) for name in names)
-    old, rollout_logprobs, mask, places = gathered
+    names = ("rollout_logprobs", "loss_mask", "completion_positions")
+    rollout_logprobs, mask, places = (torch.cat([batch.gather(name) for batch in mini_batches]) for name in names)
+    old = torch.cat(trained)
     metrics: dict[str, Any] = mismatch_metrics(old, rollout_logprobs, mask, run.config.algorithm.tis_cap)
     metrics |= mismatch_by_position(old[mask], rollout_logprobs[mask], places[mask])
     largest = metrics["mismatch/max_abs_logprob_diff"]
-    recipe, one_forward = run.policy.recipe, isinstance(run.engine, Engine) and run.engine.decoder is run.policy
-    if largest > 0.0 and one_forward and recipe.batch_invariant and run.config.trainer.require_exact:
+    if largest > 0.0 and is_exact(run):
         raise ValueError(
             f"rollout and training disagree by up to {largest:.3g} in a token's log-probability, under recipe "
-            f"{recipe.name!r} that promises bit-equality. The engine's bytes differ from the trainer's, or this "
-            f"device sums differently. trainer.require_exact=false goes on, with importance weights as the correction"
+            f"{run.policy.recipe.name!r} that promises bit-equality. The engine's bytes differ from the trainer's, or "
+            f"this device sums differently. trainer.require_exact=false goes on, with importance weights as the "
+            f"correction"
         )
     return metrics
 

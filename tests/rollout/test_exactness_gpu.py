@@ -61,9 +61,12 @@ def test_rollout_equals_packed_training_forward(recipe, kv_cache):
         assert torch.equal(logprobs, microbatch.rollout_logprobs) and logprobs.abs().sum() > 0
 
 
-def test_demo_config_trains_on_the_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("interval", [1, 2])
+def test_demo_config_trains_on_the_gpu(interval, tmp_path, monkeypatch):
+    """Held to the rollout by a forward without gradients, and by the one that is trained in the step without it."""
     monkeypatch.chdir(REPO)
     changes = ["device=cuda", f"output_dir={tmp_path / 'run'}", "trainer.num_steps=3", "evaluation.num_problems=32"]
+    changes.append(f"trainer.exactness_interval={interval}")
     folder = train(load_config(TrainConfig, "examples/demo.yaml", changes), Display())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["mismatch/max_abs_logprob_diff"] for line in lines] == [0.0, 0.0, 0.0]

@@ -20,6 +20,7 @@ from octavo.trainer.config_file import from_dict, to_dict
 from octavo.trainer.divergence import StepRecord
 from octavo.trainer.evaluation import evaluate, make_jobs, sample_jobs
 from octavo.trainer.metrics import Display
+from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.progress import Progress
 from octavo.trainer.rollout import pack, sample
 from octavo.trainer.run import load_reference, load_run, make_optimizer
@@ -143,6 +144,62 @@ def test_one_flipped_kv_byte_stops_the_run_or_shows_in_the_metrics(tmp_path, mon
     tolerant = replace(config, overwrite=True, trainer=replace(config.trainer, require_exact=False))
     (line,) = run_lines(tolerant)
     assert line["mismatch/max_abs_logprob_diff"] > 0.0
+
+
+@pytest.mark.parametrize("recipe", ["block128", "bf16"])
+def test_old_logprobs_of_an_exact_rollout_are_the_rollouts_to_the_bit(recipe, tmp_path, monkeypatch):
+    seen, packed_logprobs = [], loop.packed_logprobs
+
+    def counted(*arguments):
+        seen.append(torch.is_grad_enabled())
+        return packed_logprobs(*arguments)
+
+    monkeypatch.setattr(loop, "packed_logprobs", counted)
+    runs, forwards = {}, {}
+    for interval in (1, 3):
+        settings = {"precision__recipe": recipe, "trainer__num_steps": 4, "evaluation__interval": 0}
+        folder = tmp_path / str(interval)
+        seen.clear()
+        lines = run_lines(tiny_config(folder, trainer__exactness_interval=interval, **settings))
+        runs[interval], forwards[interval] = lines, (seen.count(False), seen.count(True))
+    assert forwards[1][1] == forwards[3][1] > 0 and forwards[1][0] == 2 * forwards[3][0] > 0, "steps 0 and 3 of four"
+    for step, (every, third) in enumerate(zip(runs[1], runs[3], strict=True)):
+        tokens = every.pop("mismatch/num_tokens"), third.pop("mismatch/num_tokens")
+        assert (tokens[0] == tokens[1]) == (step in (0, 3)) and 0 < tokens[1] <= tokens[0]
+        kept = [
+            without_times([{k: v for k, v in line.items() if not k.startswith("mismatch/")}]) for line in (every, third)
+        ]
+        assert kept[0] == kept[1], step
+        assert third["mismatch/max_abs_logprob_diff"] == 0.0
+
+
+def test_the_first_mini_batch_checks_where_no_forward_of_its_own_does(tmp_path, monkeypatch):
+    write, steps = KVCache.write, []
+
+    def flip(self, layer, slot_mapping, *heads):
+        queries = write(self, layer, slot_mapping, *heads)
+        if steps == [0, 1] and layer == 1:
+            self.k.view(torch.uint8)[layer, slot_mapping[0], 0, 0] ^= 0x40
+        return queries
+
+    collect, step_ = loop.collect, Optimizer.step
+    monkeypatch.setattr(loop, "collect", lambda *given: steps.append(len(steps)) or collect(*given))
+    monkeypatch.setattr(KVCache, "write", flip)
+    updates = []
+    monkeypatch.setattr(Optimizer, "step", lambda self: updates.append(len(steps)) or step_(self))
+    config = tiny_config(tmp_path / "run", trainer__num_steps=2, trainer__exactness_interval=2, evaluation__interval=0)
+    with pytest.raises(ValueError, match="disagree by up to .*'block128'.*require_exact=false"):
+        train(config, Display())
+    assert updates == [1, 1], "none after the rollout that was wrong"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"trainer__require_exact": False}, {"precision__allow_mismatch": True}, {"precision__recipe": "tensorwise"}],
+)
+def test_an_interval_of_checks_wants_an_exact_rollout(changes, tmp_path):
+    with pytest.raises(ValueError, match="trainer.exactness_interval=2 takes old_logprobs from the rollout"):
+        tiny_config(tmp_path, trainer__exactness_interval=2, **changes)
 
 
 def test_loss_and_its_gradient_match_the_formula(tmp_path):
