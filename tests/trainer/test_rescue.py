@@ -229,9 +229,9 @@ def test_bf16_forward_runs_both_sides_in_bf16_exactly_and_comes_back(tmp_path, m
     recipes = []
     check_mismatch = loop.check_mismatch
 
-    def looking(run, mini_batches):
+    def looking(run, mini_batches, trained):
         recipes.append((run.policy.recipe.name, run.engine.decoder.recipe.name, run.engine.cache.k.dtype))
-        return check_mismatch(run, mini_batches)
+        return check_mismatch(run, mini_batches, trained)
 
     alarm_at(monkeypatch, 1)
     monkeypatch.setattr(loop, "check_mismatch", looking)

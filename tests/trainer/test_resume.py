@@ -233,11 +233,11 @@ def test_what_is_not_finite_stops_with_a_diagnosis_and_keeps_the_checkpoint(
     steps, annotate, sample, step = [0], loop.annotate, rollout.sample, Optimizer.step
     evaluate_pending = train.evaluate_pending
 
-    def break_batch(run, reference, mini_batch):
+    def break_batch(run, reference, mini_batch, checks):
         steps[0] += 1
         if broken == "loss" and steps[0] == 3:
             mini_batch.microbatches[0].advantages[-1] = torch.nan
-        annotated = annotate(run, reference, mini_batch)
+        annotated = annotate(run, reference, mini_batch, checks)
         if broken == "old" and steps[0] == 3:
             first = annotated.microbatches[0]
             first.old_logprobs[first.loss_mask] = torch.nan
