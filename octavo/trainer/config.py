@@ -318,7 +318,7 @@ class TrainConfig:
         if trainer.exactness_interval > 1 and not (exact and self.precision.train_recipe().batch_invariant):
             raise ValueError(
                 f"trainer.exactness_interval={trainer.exactness_interval} takes old_logprobs from the rollout, "
-                f"that wants trainer.require_exact, a batch-invariant recipe and no precision.allow_mismatch. Use 1"
+                f"which wants trainer.require_exact, a batch-invariant recipe and no precision.allow_mismatch. Use 1"
             )
         if rollout.prompts_per_step % trainer.num_mini_batches:
             raise ValueError(
