@@ -14,8 +14,8 @@ Protocols are commands of their own: what was measured at the same commit on the
 again; remove the file to begin anew. With OUT set the file is written there. OCTAVO_COMMIT names the commit
 where git cannot.
 
-Every figure is of exact rollout, whose log-probabilities are training's to the bit. There is no faster mode without
-that to set beside it: back ends that agree are chosen per shape (docs/kernels.md), and nothing else is kept in reserve.
+Every figure is of exact rollout, whose log-probabilities are training's to the bit. There is no mode without that to
+set beside it; what faster attention would save is in LOG.md, by arithmetic on benchmarks/attention.py's peers.
 """
 
 from __future__ import annotations

@@ -244,10 +244,7 @@ def test_the_command_prints_phases_or_json(monkeypatch):
     time = StepTime(
         work=WORK,
         formats="x",
-        at_once=3,
-        cache_tokens=48,
-        peak_bytes=2**31,
-        planned_bytes=2**30,
+        **SIZES,
         measured=times,
         predicted={phase: 1.0 for phase in PHASES},
     )
@@ -293,10 +290,7 @@ def test_the_script_sets_later_calls_beside_bf16(tmp_path, monkeypatch):
             yield StepTime(
                 work=work,
                 formats="x",
-                at_once=3,
-                cache_tokens=48,
-                peak_bytes=2**31,
-                planned_bytes=2**30,
+                **SIZES,
                 measured=phases,
                 predicted=phases,
             )

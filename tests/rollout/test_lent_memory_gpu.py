@@ -71,7 +71,8 @@ def test_pages_between_tensors_go_back():
     assert torch.cuda.mem_get_info()[0] < before - 2**30
     del several
     torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] >= before - 4 * SLACK and middle.numel() == 32 * 2**20
+    pages = 3 * 20 * 2**20  # that 32 MiB may lie in
+    assert torch.cuda.mem_get_info()[0] >= before - pages - SLACK and middle.numel() == 32 * 2**20
 
 
 def test_what_an_engine_had_goes_back_with_it():
