@@ -112,7 +112,7 @@ def _attend_block(
         slot = origin + key
     k = load_rows(k_ptr, slot * HKV + kv_head, inside, DH, BLOCK_D, MASKED)
     if FP8:
-        k = _half(k)
+        k = half(k)
         scale_at = key
         if PAGE > 0:
             scale_at = slot * HKV + kv_head
@@ -121,22 +121,22 @@ def _attend_block(
     visible = key[None, :] <= position[:, None]
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
-    now = tl.maximum(largest, _row_max(scores), propagate_nan=tl.PropagateNan.ALL)
+    now = tl.maximum(largest, row_max(scores), propagate_nan=tl.PropagateNan.ALL)
     moved = tl.exp2(largest - now)
     p = tl.exp2(scores - now[:, None])
     total = total * moved + tl.sum((p + 1.0).to(tl.int32, bitcast=True) - _ONE_BITS, axis=1).to(tl.float32)
     v = load_rows(v_ptr, slot * HKV + kv_head, inside, DH, BLOCK_D, MASKED)
     if FP8:
         v_scale = _load(v_scale_ptr + scale_at, inside, 0.0, MASKED)
-        v, broken = _half(v), v_scale != v_scale
+        v, broken = half(v), v_scale != v_scale
         if MASKED:
             seen = tl.where(visible, v_scale[None, :], 0.0)
             grown = tl.maximum(unit, tl.max(seen, axis=1))  # which drops NaN
-            weights = (p * (seen * _inverse(grown)[:, None])).to(tl.float16)
+            weights = (p * (seen * inverse_power(grown)[:, None])).to(tl.float16)
         else:
             grown = tl.maximum(unit, tl.max(v_scale, axis=0))
-            weights = (p * (v_scale * _inverse(grown))[None, :]).to(tl.float16)
-        moved *= unit * _inverse(grown)
+            weights = (p * (v_scale * inverse_power(grown))[None, :]).to(tl.float16)
+        moved *= unit * inverse_power(grown)
         unit = grown
     else:
         broken = key < 0
@@ -168,7 +168,7 @@ def product(a, b, acc):
 
 
 @triton.jit
-def _half(codes):
+def half(codes):
     """E4M3 codes as FP16, if they are not yet.
 
     Not by `codes.to(tl.float16)`: Triton then knows that they were bytes, and has the products of small tiles take keys
@@ -202,20 +202,21 @@ def load_rows(ptr, row, inside, DH: tl.constexpr, BLOCK_D: tl.constexpr, MASKED:
 
 
 @triton.jit
-def _row_max(scores):
+def row_max(scores):
     """Largest of each row, NaN where one is."""
     if _CURE:  # which takes a step of Python for each column otherwise
         return tl.max(scores, axis=1)
     else:
-        return tl.reduce(scores, 1, _larger)
+        return tl.reduce(scores, 1, larger)
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
+    """The larger one, NaN where one is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _inverse(power_of_two):
+def inverse_power(power_of_two):
     """1 / x of a power of two."""
     return (0x7F000000 - power_of_two.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)

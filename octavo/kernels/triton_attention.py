@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels import attention_gradients, decode_attention, prefill_attention
+from octavo.kernels import attention_gradients, decode_attention, prefill_attention, spread_attention
 from octavo.kernels.attention_gradients import GradientTiles, blocks_of
 from octavo.kernels.attention_kernels import KV_BLOCK, LOG2_E, attention_kernel
 from octavo.kernels.device import on_gpu
@@ -155,6 +155,9 @@ def attention_forward(
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
     num_programs, factor = Hkv * len(tiles.table), softmax_scale * LOG2_E
+    if T and page_table is not None and spreads(tiles, Hkv):
+        stored = k, v, k_scale, v_scale
+        return spread_attention.spread_attention(q, *stored, tiles.table, factor, page_table, page_size)
     if T and page_table is not None and k_scale is not None and v_scale is not None and decodes_fp8(tiles, Dh):
         return decode_attention.decode_attention(q, k, v, k_scale, v_scale, tiles.table, factor, page_table, page_size)
     if T and page_table is None and _prefills(tiles, Dh, k):
@@ -195,6 +198,12 @@ def attention_forward(
 def decodes_fp8(tiles: Tiles, head_dim: int) -> bool:
     """Whether the faster kernel takes these tiles over FP8 pages; it gives the same bits."""
     return _GLUON_RUNS and tiles.one_query and tiles.rows == DECODE_ROWS and head_dim in decode_attention.WIDTHS
+
+
+def spreads(tiles: Tiles, num_kv_heads: int) -> bool:
+    """Whether the kernels for few sequences take these tiles over pages; they give the same bits."""
+    few = len(tiles.table) * num_kv_heads <= spread_attention.MAX_PROGRAMS
+    return few and tiles.one_query and tiles.rows == DECODE_ROWS
 
 
 def _prefills(tiles: Tiles, head_dim: int, k: Tensor) -> bool:

@@ -24,6 +24,7 @@ from octavo.kernels.triton_attention import (
     decodes_fp8,
     has_kernel,
     packed_rows,
+    spreads,
     tiles_of,
 )
 from octavo.models.config import DecoderConfig
@@ -248,6 +249,8 @@ class _PagedDecode(PagedAttention):
     ) -> Cast | None:
         assert self._tiles is not None
         if self.cache.kv_format != "fp8" or q.shape[2] != BLOCK or not decodes_fp8(self._tiles, BLOCK):
+            return None
+        if spreads(self._tiles, self.cache.num_kv_heads):
             return None
         q = self.cache.write(layer, self.slot_mapping, q, k, v, transform)
         keys, values = self.cache.stored(layer)

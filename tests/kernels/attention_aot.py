@@ -24,6 +24,7 @@ from octavo.kernels import (
     gradient_kernels,
     heads_kernels,
     prefill_attention,
+    spread_attention,
 )
 from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
 from octavo.kernels.heads import GATHERED_ROWS, TOKENS
@@ -84,6 +85,24 @@ def fp8_decode(head_dim, cast=False):
 def boxes(dtype, rows, columns):
     """A descriptor."""
     return f"tensordesc<{dtype}[{rows}, {columns}],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
+
+
+def spread(name, head_dim, fp8):
+    """A kernel of `spread_attention`."""
+    stored, weights = ("*fp8e4nv", "*fp16") if fp8 else ("*bf16", "*bf16")
+    signature = {"q_ptr": "*bf16"} if name == "scores" else {}
+    signature |= {"k_ptr": stored, "v_ptr": stored, **SCALES, "scores_ptr": "*fp32", "weights_ptr": weights}
+    signature |= dict.fromkeys(("largest_ptr", "moved_ptr", "shifted_ptr", "counted_ptr", "unit_ptr"), "*fp32")
+    signature |= {"tiles_ptr": "*i32", "table_ptr": "*i32", "stride_table": "i32", "num_blocks": "i32"}
+    signature |= {"scores": {"factor": "fp32"}, "values": {"out_ptr": "*bf16", "logsumexp_ptr": "*fp32"}}.get(name, {})
+    constants = {"H": 32, "HKV": 8, "PAGE": 16, "FP8": fp8, "EARLY": True}
+    if name != "weights":
+        constants |= {"DH": head_dim, "BLOCK_D": block_width(head_dim)}
+    if name == "values":
+        constants["WIDTH"] = spread_attention.SLICE
+    kernel = getattr(spread_attention, f"_{name}_kernel")
+    warps, stages = spread_attention.LAUNCH[name]
+    return compiled(kernel, signature, constants, num_warps=warps, num_stages=stages, **UNFUSED)
 
 
 def many_queries(head_dim, scaled):
@@ -191,6 +210,9 @@ def every_variant():
         yield f"gradients_q bf16 {width}", partial(gradients, "q", width)
         yield f"gradients_q bf16 {width} odd", partial(gradients, "q", width, 1)
         yield f"rows bf16 {width}", partial(rows, width)
+    for name in spread_attention.LAUNCH:
+        for kv_format, fp8 in (("bf16", False), ("fp8", True)):
+            yield f"spread {kv_format} {name}", partial(spread, name, 128, fp8)
     for width in (64, 96, 128):
         for kv_format, fp8 in (("bf16", False), ("fp8", True)):
             yield f"decode {kv_format} {width}", partial(forward, 16, width, 16, fp8)
@@ -211,6 +233,7 @@ SOME = (
     *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
     *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "gather fp8 128", "codes fp8 128"),
     *("codes fp8 128 cast", "many fp8 128", "gradients_kv bf16 128", "gradients_q bf16 128", "rows bf16 128"),
+    *("spread fp8 scores", "spread bf16 weights", "spread fp8 values"),
 )
 """Every kernel and width once at least."""
 

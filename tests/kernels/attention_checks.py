@@ -1,6 +1,7 @@
 """Checks of the kernels of attention that hold in Triton's interpreter and on a GPU."""
 
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
 
@@ -9,6 +10,7 @@ from octavo.kernels.attention_kernels import LOG2_E
 from octavo.kernels.cast import cast_1x128
 from octavo.kernels.decode_attention import decode_attention
 from octavo.kernels.heads import HeadTransform, empty_kv, gathered, rotate, rotate_back, write_heads
+from octavo.kernels.spread_attention import spread_attention
 from octavo.kernels.triton_attention import (
     DECODE_ROWS,
     PREFILL_ROWS,
@@ -251,6 +253,48 @@ def check_bad_values(p):
         assert got[spoilt].isnan().any(dim=-1).all(), name
         assert torch.equal(got[~spoilt], wanted[~spoilt]), name
         assert torch.equal(got.nan_to_num(7.0), wide.nan_to_num(7.0)), f"{name}, codes as FP16"
+
+
+def check_spread(p, positions):
+    """Few sequences spread over a GPU have the bits of a program each, beside what is not finite and what is unwritten.
+
+    Args:
+        positions: of the queries, one for each sequence.
+    """
+    at = torch.tensor(positions, device=p.q.device)
+    q, tiles = p.q[p.boundaries[:-1] + at], decode_tiles(at, p.group)
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def assert_equal(p, what):
+        k, v = p.pages_k, p.pages_v
+        operands = q, k.values, v.values, k.scale, v.scale
+        one_each = replace(tiles, one_query=False)
+        wanted = attention_forward(*operands, one_each, p.softmax_scale, p.table, p.page_size)
+        with (
+            mock.patch("torch.empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan)),
+            mock.patch("torch.empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan)),
+        ):
+            found = spread_attention(*operands, tiles.table, p.softmax_scale * LOG2_E, p.table, p.page_size)
+        for name, mine, theirs in zip(("out", "logsumexp"), found, wanted, strict=True):
+            assert torch.equal(mine.isnan(), theirs.isnan()), (name, what)
+            assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0)), (name, what)
+        return wanted[0]
+
+    assert assert_equal(p, "").abs().max() > 1.0
+    for name in ("pages_k", "pages_v"):
+        for place in (0, positions[0]):  # in a block that is seen whole, and in the last
+            slot = p.table[0, place // p.page_size] * p.page_size + place % p.page_size
+            for bad in (torch.nan, torch.inf):
+                stored = getattr(p, name)
+                values, scale = stored.values.clone(), None if stored.scale is None else stored.scale.clone()
+                if scale is None:
+                    values[slot, -1, -1] = bad
+                else:
+                    scale[slot, -1] = torch.nan
+                    values.view(torch.uint8)[slot, -1] = 0x7F
+                out = assert_equal(replace(p, **{name: StoredKV(values, scale)}), (name, place, bad))
+                spoils = name == "pages_v" or bad != torch.inf  # a score of minus infinity is a weight of 0
+                assert not (spoils and out[0].isfinite().all()) and out[1:].isfinite().all(), (name, place, bad)
 
 
 def check_damage_is_seen(p):

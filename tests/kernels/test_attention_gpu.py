@@ -16,6 +16,7 @@ from attention_checks import (
     check_heads,
     check_reference,
     check_same_bits,
+    check_spread,
     check_values,
     packed,
     paged,
@@ -71,6 +72,15 @@ def test_one_answer(heads, kv_format):
 @every_format
 def test_one_answer_for_four_long_sequences(kv_format):
     check_same_bits(on_gpu([8192, 8191, 8000, 8192], LARGE, kv_format), chunks=(4000,))
+
+
+@every_format
+@every_shape
+def test_few_sequences_spread(heads, kv_format):
+    lengths = [8192, 1, 64, 65, 4000, 300]
+    p = on_gpu(lengths, heads, kv_format)
+    check_spread(p, [n - 1 for n in lengths])
+    check_spread(p, [8000, 0, 63, 63, 3999, 128])
 
 
 @every_format

@@ -1,0 +1,280 @@
+"""Decode attention of few sequences, spread over the whole GPU: the bits of `kernels.attention_kernels`.
+
+A row's sum over its values is a chain of blocks of keys, and one program that walks it serves a KV head of a sequence:
+few long sequences leave most of a GPU idle, each program waiting for the next block's scores, their exponentials, their
+sum. But of all that only the sum itself has an order. So there are three kernels:
+
+    scores    of blocks of keys, each by itself, and the largest of each block
+    weights   of blocks of keys, by the largest score up to the end of each, which is a maximum and so has no order;
+              and what each block moves the sums by
+    values    the sum, in the order of the blocks: a program for SLICE widths of a KV head, with nothing to do between
+              two products but to move its sum
+
+Scores pass through memory once, 6 bytes for each head and key beside 512 of a BF16 key and value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.attention_kernels import (
+    KV_BLOCK,
+    half,
+    inverse_power,
+    larger,
+    load_rows,
+    product,
+    row_max,
+)
+from octavo.kernels.e4m3 import round_bf16
+from octavo.kernels.early_launch import begin, early_launch
+from octavo.kernels.triton_shim import constexpr, tl, triton
+
+MAX_PROGRAMS = 256
+"""KV heads times sequences, at most: with more, a program for each leaves no multiprocessor idle."""
+ROWS = 16
+SLICE = 32
+"""Widths of a head that a program sums."""
+SPREAD = 512
+"""Programs of the first two kernels, about."""
+PREFIX = 64
+"""Blocks whose largest scores a program reads at once."""
+LAUNCH = {"scores": (2, 3), "weights": (2, 3), "values": (1, 6)}
+"""Warps and pipeline stages of each kernel."""
+_KV_BLOCK, _ROWS, _PREFIX = constexpr(KV_BLOCK), constexpr(ROWS), constexpr(PREFIX)
+_FP16_MAX = constexpr(65504.0)
+_LN_2 = constexpr(0.6931471805599453)
+_ONE_BITS = constexpr(0x3F800000)
+_UNIT = constexpr(2.0**-23)
+
+
+def spread_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    tiles: Tensor,
+    factor: float,
+    page_table: Tensor,
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query of each sequence over its pages.
+
+    Args:
+        q: [T, H, Dh] bf16, contiguous; H / Hkv at most 16.
+        k, v: [slots, Hkv, Dh] bf16 or e4m3, contiguous.
+        k_scale, v_scale: [slots, Hkv] fp32 powers of two; None where k and v are bf16.
+        tiles: [T, 4] int32 as `attention_kernel` takes them, a query each.
+        factor: softmax_scale * log2(e).
+        page_table: [N, pages] int, pages of each sequence in order.
+        page_size: tokens in a page.
+
+    Returns:
+        [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
+    """
+    (T, H, Dh), Hkv, fp8 = q.shape, k.shape[1], k_scale is not None
+    num_blocks = triton.cdiv(page_table.shape[1] * page_size, KV_BLOCK)
+    scores = torch.empty(T, H, num_blocks * KV_BLOCK, device=q.device)
+    weights = torch.empty_like(scores, dtype=torch.float16 if fp8 else torch.bfloat16)
+    # Of each block: largest score, what it moves the sum of weights and that of values by, its weights in 2**-23.
+    largest, moved, shifted, counted = torch.empty(4, T, H, num_blocks, device=q.device)
+    units = torch.empty(T, Hkv, num_blocks, device=q.device)  # largest scale of its values
+    out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
+    stored = k, v, k_scale if k_scale is not None else q, v_scale if v_scale is not None else q
+    between = scores, weights, largest, moved, shifted, counted, units
+    where = tiles, page_table, page_table.stride(0), num_blocks
+    shape = {"H": H, "HKV": Hkv, "PAGE": page_size, "FP8": fp8}
+    spread = max(1, min(num_blocks, SPREAD // (T * Hkv)))
+    block_d = max(16, triton.next_power_of_2(Dh))
+    width = min(SLICE, block_d)
+    whole = {"DH": Dh, "BLOCK_D": block_d}
+    _scores_kernel[(T * Hkv, spread)](q, *stored, *between, *where, factor, **shape, **whole, **_options(q, "scores"))
+    _weights_kernel[(T * Hkv, spread)](*stored, *between, *where, **shape, **_options(q, "weights"))
+    _values_kernel[(T * Hkv, triton.cdiv(Dh, width))](
+        *stored, *between, *where, out, logsumexp, **shape, **whole, WIDTH=width, **_options(q, "values")
+    )
+    return out, logsumexp
+
+
+def _options(q: Tensor, name: str) -> dict[str, Any]:
+    """Of the launch of a kernel."""
+    num_warps, num_stages = LAUNCH[name]
+    return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False, **early_launch(q)}
+
+
+@triton.jit
+def _place(tiles_ptr, table_ptr, stride_table, HKV: tl.constexpr):
+    """KV head, query, position and pages of a program."""
+    kv_head = tl.program_id(0) % HKV
+    tiles_ptr += tl.program_id(0) // HKV * 4
+    query, position, sequence = tl.load(tiles_ptr), tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
+    return kv_head, query.to(tl.int64), position, table_ptr + sequence.to(tl.int64) * stride_table
+
+
+@triton.jit
+def _share(position):
+    """The blocks of a program, one of those that share a KV head of a sequence: first, and the one after the last."""
+    num_blocks = position // _KV_BLOCK + 1
+    each = tl.cdiv(num_blocks, tl.num_programs(1))
+    first = tl.minimum(tl.program_id(1) * each, num_blocks)
+    return first, tl.minimum(first + each, num_blocks)
+
+
+@triton.jit
+def _slots(table_ptr, block, position, PAGE: tl.constexpr):
+    """Keys of a block, which of them are visible, and where they lie."""
+    key = block * _KV_BLOCK + tl.arange(0, _KV_BLOCK)
+    visible = key <= position
+    page = tl.load(table_ptr + key // PAGE, mask=visible, other=0)
+    return key, visible, page.to(tl.int64) * PAGE + key % PAGE
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_blocks"])
+def _scores_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moved_ptr, shifted_ptr,
+    counted_ptr, unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, factor, H: tl.constexpr,
+    HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Scores of some blocks, their largest, and the largest scale of their values."""
+    begin(EARLY)
+    GROUP: tl.constexpr = H // HKV
+    kv_head, query, position, table_ptr = _place(tiles_ptr, table_ptr, stride_table, HKV)
+    row, d = tl.arange(0, _ROWS), tl.arange(0, BLOCK_D)
+    here = row < GROUP
+    head_at = query * H + kv_head * GROUP + row
+    q = tl.load(q_ptr + head_at[:, None] * DH + d[None, :], mask=here[:, None] & (d < DH)[None, :], other=0.0)
+    if FP8:
+        q = tl.clamp(q.to(tl.float32), -_FP16_MAX, _FP16_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    first, last = _share(position)
+    for block in range(first, last):
+        key, visible, slot = _slots(table_ptr, block, position, PAGE)
+        k = load_rows(k_ptr, slot * HKV + kv_head, visible, DH, BLOCK_D, True)
+        scaled = factor
+        if FP8:
+            k = half(k)
+            scaled *= tl.load(k_scale_ptr + slot * HKV + kv_head, mask=visible, other=1.0)[None, :]
+        scores = product(q, tl.trans(k), tl.zeros([_ROWS, _KV_BLOCK], tl.float32)) * scaled
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        at = scores_ptr + head_at[:, None] * (num_blocks * _KV_BLOCK) + key[None, :]
+        tl.store(at, scores, mask=here[:, None])
+        tl.store(largest_ptr + head_at * num_blocks + block, row_max(scores), mask=here)
+        if FP8:
+            v_scale = tl.load(v_scale_ptr + slot * HKV + kv_head, mask=visible, other=0.0)
+            tl.store(unit_ptr + (query * HKV + kv_head) * num_blocks + block, tl.max(v_scale, axis=0))  # drops NaN
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_blocks"])
+def _weights_kernel(
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moved_ptr, shifted_ptr, counted_ptr,
+    unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, H: tl.constexpr, HKV: tl.constexpr,
+    PAGE: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Weights of some blocks, and what each of them moves the sums by."""
+    begin(EARLY)
+    GROUP: tl.constexpr = H // HKV
+    kv_head, query, position, table_ptr = _place(tiles_ptr, table_ptr, stride_table, HKV)
+    row = tl.arange(0, _ROWS)
+    here = row < GROUP
+    head_at = query * H + kv_head * GROUP + row
+    of_blocks, of_head = head_at * num_blocks, (query * HKV + kv_head) * num_blocks
+    first, last = _share(position)
+    largest, unit = tl.full([_ROWS], float("-inf"), tl.float32), 0.0
+    for start in range(0, first, _PREFIX):
+        before = start + tl.arange(0, _PREFIX)
+        mask = here[:, None] & (before < first)[None, :]
+        scores = tl.load(largest_ptr + of_blocks[:, None] + before[None, :], mask=mask, other=float("-inf"))
+        largest = larger(largest, row_max(scores))
+        if FP8:
+            unit = tl.maximum(
+                unit, tl.max(tl.load(unit_ptr + of_head + before, mask=before < first, other=0.0), axis=0)
+            )
+    for block in range(first, last):
+        key, visible, slot = _slots(table_ptr, block, position, PAGE)
+        scores_at = head_at[:, None] * (num_blocks * _KV_BLOCK) + key[None, :]
+        scores = tl.load(scores_ptr + scores_at, mask=here[:, None], other=0.0)
+        now = larger(largest, tl.load(largest_ptr + of_blocks + block, mask=here, other=0.0))
+        moved = tl.exp2(largest - now)
+        largest = now
+        p = tl.exp2(scores - now[:, None])
+        counted = tl.sum((p + 1.0).to(tl.int32, bitcast=True) - _ONE_BITS, axis=1).to(tl.float32)
+        tl.store(counted_ptr + of_blocks + block, counted, mask=here)
+        tl.store(moved_ptr + of_blocks + block, moved, mask=here)
+        if FP8:
+            grown = tl.maximum(unit, tl.load(unit_ptr + of_head + block))
+            v_scale = tl.load(v_scale_ptr + slot * HKV + kv_head, mask=visible, other=0.0)
+            p *= (v_scale * inverse_power(grown))[None, :]
+            moved *= unit * inverse_power(grown)
+            unit = grown
+        tl.store(shifted_ptr + of_blocks + block, moved, mask=here)
+        tl.store(weights_ptr + scores_at, _rounded(p, weights_ptr.dtype.element_ty), mask=here[:, None])
+    if (first < last) & (last == position // _KV_BLOCK + 1):  # of the last block no one reads what it had alone
+        tl.store(largest_ptr + of_blocks + last - 1, largest, mask=here)
+        if FP8:
+            tl.store(unit_ptr + of_head + last - 1, unit)
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_blocks"])
+def _values_kernel(
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moved_ptr, shifted_ptr, counted_ptr,
+    unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, out_ptr, logsumexp_ptr, H: tl.constexpr,
+    HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    FP8: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """WIDTH widths of the sum."""
+    begin(EARLY)
+    GROUP: tl.constexpr = H // HKV
+    kv_head, query, position, table_ptr = _place(tiles_ptr, table_ptr, stride_table, HKV)
+    row, d = tl.arange(0, _ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    here = row < GROUP
+    head_at = query * H + kv_head * GROUP + row
+    of_blocks, weights_ptr = head_at * num_blocks, weights_ptr + (head_at * (num_blocks * _KV_BLOCK))[:, None]
+    total, acc = tl.zeros([_ROWS], tl.float32), tl.zeros([_ROWS, WIDTH], tl.float32)
+    last = position // _KV_BLOCK
+    num_full = (position + 1) // _KV_BLOCK
+    for block in range(0, num_full):
+        key = block * _KV_BLOCK + tl.arange(0, _KV_BLOCK)
+        slot = tl.load(table_ptr + key // PAGE).to(tl.int64) * PAGE + key % PAGE
+        v = tl.load(v_ptr + (slot * HKV + kv_head)[:, None] * DH + d[None, :], mask=(d < DH)[None, :], other=0.0)
+        if FP8:
+            v = half(v)
+        weights = tl.load(weights_ptr + key[None, :], mask=here[:, None], other=0.0)
+        total = total * tl.load(moved_ptr + of_blocks + block, mask=here, other=0.0)
+        total += tl.load(counted_ptr + of_blocks + block, mask=here, other=0.0)
+        shifted = tl.load(shifted_ptr + of_blocks + block, mask=here, other=0.0)
+        acc = product(weights, v, acc * shifted[:, None])
+    if num_full <= last:
+        key, visible, slot = _slots(table_ptr, last, position, PAGE)
+        inside = visible[:, None] & (d < DH)[None, :]
+        v = tl.load(v_ptr + (slot * HKV + kv_head)[:, None] * DH + d[None, :], mask=inside, other=0.0)
+        weights = tl.load(weights_ptr + key[None, :], mask=here[:, None], other=0.0)
+        if FP8:
+            v = half(v)
+        else:  # as there, where such a block is masked: a value that is not finite makes all widths NaN
+            whole = load_rows(v_ptr, slot * HKV + kv_head, visible, DH, BLOCK_D, True)
+            broken = tl.max(whole.to(tl.int16, bitcast=True) & 0x7FFF, axis=1) >= 0x7F80
+            weights = tl.where(broken[None, :], float("nan"), weights.to(tl.float32)).to(tl.bfloat16)
+            v = tl.where(broken[:, None], 0.0, v)
+        total = total * tl.load(moved_ptr + of_blocks + last, mask=here, other=0.0)
+        total += tl.load(counted_ptr + of_blocks + last, mask=here, other=0.0)
+        shifted = tl.load(shifted_ptr + of_blocks + last, mask=here, other=0.0)
+        acc = product(weights, v, acc * shifted[:, None])
+    total *= _UNIT
+    unit = tl.load(unit_ptr + (query * HKV + kv_head) * num_blocks + last) if FP8 else 1.0
+    out = acc * (unit / total)[:, None]
+    tl.store(out_ptr + head_at[:, None] * DH + d[None, :], round_bf16(out), mask=here[:, None] & (d < DH)[None, :])
+    if tl.program_id(1) == 0:
+        largest = tl.load(largest_ptr + of_blocks + last, mask=here, other=0.0)
+        tl.store(logsumexp_ptr + head_at, (largest + tl.log2(total)) * _LN_2, mask=here)
+
+
+@triton.jit
+def _rounded(p, dtype: tl.constexpr):
+    if dtype == tl.bfloat16:
+        return round_bf16(p).to(tl.bfloat16)
+    else:
+        return p.to(tl.float16)
