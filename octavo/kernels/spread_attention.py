@@ -31,7 +31,8 @@ from octavo.kernels.attention_kernels import (
 )
 from octavo.kernels.e4m3 import round_bf16
 from octavo.kernels.early_launch import begin, early_launch
-from octavo.kernels.triton_shim import constexpr, tl, triton
+from octavo.kernels.spread_values import values_kernel
+from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, constexpr, tl, triton
 
 MAX_PROGRAMS = 256
 """KV heads times sequences, at most: with more, a program for each leaves no multiprocessor idle."""
@@ -93,7 +94,25 @@ def spread_attention(
     width = min(SLICE, block_d)
     whole = {"DH": Dh, "BLOCK_D": block_d}
     _scores_kernel[(T * Hkv, spread)](q, *stored, *between, *where, factor, **shape, **whole, **_options(q, "scores"))
-    _weights_kernel[(T * Hkv, spread)](*stored, *between, *where, **shape, **_options(q, "weights"))
+    _weights_kernel[(T * Hkv, spread)](*stored, *between, *where, **shape, **whole, **_options(q, "weights"))
+    if HAS_GLUON and not INTERPRETED and Dh % width == 0 and width >= 32:
+        numbers = largest, moved, shifted, counted, units
+        values_kernel[(T * Hkv, Dh // width)](
+            v,
+            weights,
+            *numbers,
+            *where,
+            out,
+            logsumexp,
+            DH=Dh,
+            WIDTH=width,
+            STAGES=LAUNCH["values"][1],
+            **shape,
+            num_warps=1,
+            enable_fp_fusion=False,
+            **early_launch(q),
+        )
+        return out, logsumexp
     _values_kernel[(T * Hkv, triton.cdiv(Dh, width))](
         *stored, *between, *where, out, logsumexp, **shape, **whole, WIDTH=width, **_options(q, "values")
     )
@@ -172,7 +191,7 @@ def _scores_kernel(
 def _weights_kernel(
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moved_ptr, shifted_ptr, counted_ptr,
     unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, H: tl.constexpr, HKV: tl.constexpr,
-    PAGE: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
+    DH: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weights of some blocks, and what each of them moves the sums by."""
     begin(EARLY)
@@ -210,6 +229,10 @@ def _weights_kernel(
             p *= (v_scale * inverse_power(grown))[None, :]
             moved *= unit * inverse_power(grown)
             unit = grown
+        elif (block + 1) * _KV_BLOCK > position + 1:  # in a block with keys to come a bad value spoils all widths
+            v = load_rows(v_ptr, slot * HKV + kv_head, visible, DH, BLOCK_D, True)
+            broken = tl.max(v.to(tl.int16, bitcast=True) & 0x7FFF, axis=1) >= 0x7F80
+            p = tl.where(broken[None, :], float("nan"), p)
         tl.store(shifted_ptr + of_blocks + block, moved, mask=here)
         tl.store(weights_ptr + scores_at, _rounded(p, weights_ptr.dtype.element_ty), mask=here[:, None])
     if (first < last) & (last == position // _KV_BLOCK + 1):  # of the last block no one reads what it had alone
@@ -235,10 +258,10 @@ def _values_kernel(
     of_blocks, weights_ptr = head_at * num_blocks, weights_ptr + (head_at * (num_blocks * _KV_BLOCK))[:, None]
     total, acc = tl.zeros([_ROWS], tl.float32), tl.zeros([_ROWS, WIDTH], tl.float32)
     last = position // _KV_BLOCK
-    num_full = (position + 1) // _KV_BLOCK
-    for block in range(0, num_full):
+    for block in range(0, last + 1):
         key = block * _KV_BLOCK + tl.arange(0, _KV_BLOCK)
-        slot = tl.load(table_ptr + key // PAGE).to(tl.int64) * PAGE + key % PAGE
+        seen = tl.minimum(key, position)  # beyond it weights are 0
+        slot = tl.load(table_ptr + seen // PAGE).to(tl.int64) * PAGE + seen % PAGE
         v = tl.load(v_ptr + (slot * HKV + kv_head)[:, None] * DH + d[None, :], mask=(d < DH)[None, :], other=0.0)
         if FP8:
             v = half(v)
@@ -246,22 +269,6 @@ def _values_kernel(
         total = total * tl.load(moved_ptr + of_blocks + block, mask=here, other=0.0)
         total += tl.load(counted_ptr + of_blocks + block, mask=here, other=0.0)
         shifted = tl.load(shifted_ptr + of_blocks + block, mask=here, other=0.0)
-        acc = product(weights, v, acc * shifted[:, None])
-    if num_full <= last:
-        key, visible, slot = _slots(table_ptr, last, position, PAGE)
-        inside = visible[:, None] & (d < DH)[None, :]
-        v = tl.load(v_ptr + (slot * HKV + kv_head)[:, None] * DH + d[None, :], mask=inside, other=0.0)
-        weights = tl.load(weights_ptr + key[None, :], mask=here[:, None], other=0.0)
-        if FP8:
-            v = half(v)
-        else:  # as there, where such a block is masked: a value that is not finite makes all widths NaN
-            whole = load_rows(v_ptr, slot * HKV + kv_head, visible, DH, BLOCK_D, True)
-            broken = tl.max(whole.to(tl.int16, bitcast=True) & 0x7FFF, axis=1) >= 0x7F80
-            weights = tl.where(broken[None, :], float("nan"), weights.to(tl.float32)).to(tl.bfloat16)
-            v = tl.where(broken[:, None], 0.0, v)
-        total = total * tl.load(moved_ptr + of_blocks + last, mask=here, other=0.0)
-        total += tl.load(counted_ptr + of_blocks + last, mask=here, other=0.0)
-        shifted = tl.load(shifted_ptr + of_blocks + last, mask=here, other=0.0)
         acc = product(weights, v, acc * shifted[:, None])
     total *= _UNIT
     unit = tl.load(unit_ptr + (query * HKV + kv_head) * num_blocks + last) if FP8 else 1.0

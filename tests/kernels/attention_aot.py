@@ -25,6 +25,7 @@ from octavo.kernels import (
     heads_kernels,
     prefill_attention,
     spread_attention,
+    spread_values,
 )
 from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
 from octavo.kernels.heads import GATHERED_ROWS, TOKENS
@@ -95,11 +96,31 @@ def spread(name, head_dim, fp8):
     signature |= dict.fromkeys(("largest_ptr", "moved_ptr", "shifted_ptr", "counted_ptr", "unit_ptr"), "*fp32")
     signature |= {"tiles_ptr": "*i32", "table_ptr": "*i32", "stride_table": "i32", "num_blocks": "i32"}
     signature |= {"scores": {"factor": "fp32"}, "values": {"out_ptr": "*bf16", "logsumexp_ptr": "*fp32"}}.get(name, {})
-    constants = {"H": 32, "HKV": 8, "PAGE": 16, "FP8": fp8, "EARLY": True}
-    if name != "weights":
-        constants |= {"DH": head_dim, "BLOCK_D": block_width(head_dim)}
+    constants = shape(head_dim) | {"PAGE": 16, "FP8": fp8, "EARLY": True}
     if name == "values":
         constants["WIDTH"] = spread_attention.SLICE
+    if name == "gluon":
+        signature = (
+            {"v_ptr": stored, "weights_ptr": weights}
+            | {
+                k: signature[k]
+                for k in (
+                    "largest_ptr",
+                    "moved_ptr",
+                    "shifted_ptr",
+                    "counted_ptr",
+                    "unit_ptr",
+                    "tiles_ptr",
+                    "table_ptr",
+                    "stride_table",
+                    "num_blocks",
+                )
+            }
+            | {"out_ptr": "*bf16", "logsumexp_ptr": "*fp32"}
+        )
+        constants = {"H": 32, "HKV": 8, "DH": head_dim, "WIDTH": spread_attention.SLICE, "PAGE": 16, "FP8": fp8}
+        constants |= {"STAGES": spread_attention.LAUNCH["values"][1], "EARLY": True}
+        return compiled(spread_values.values_kernel, signature, constants, GluonASTSource, num_warps=1, **UNFUSED)
     kernel = getattr(spread_attention, f"_{name}_kernel")
     warps, stages = spread_attention.LAUNCH[name]
     return compiled(kernel, signature, constants, num_warps=warps, num_stages=stages, **UNFUSED)
