@@ -165,15 +165,15 @@ def decode_attention_kernel(
     shares = gl.allocate_shared_memory(gl.float16, [_ROWS, _KV_BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     column = gl.arange(0, DH, gl.SliceLayout(0, copied)).expand_dims(0)
 
-    rows = slots_of(table_ptr, 0, position, PAGE, copied_rows)
-    few = slots_of(table_ptr, 0, position, PAGE, scales)
+    rows = _slots(table_ptr, 0, position, PAGE, copied_rows)
+    few = _slots(table_ptr, 0, position, PAGE, scales)
     for stage in gl.static_range(STAGES - 1):
         if stage < num_blocks:
             _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, k_tiles, v_tiles, k_scales,
                   v_scales, stage, HKV, DH)  # fmt: skip
         ampere.async_copy.commit_group()
-        rows = slots_of(table_ptr, stage + 1, position, PAGE, copied_rows)
-        few = slots_of(table_ptr, stage + 1, position, PAGE, scales)
+        rows = _slots(table_ptr, stage + 1, position, PAGE, copied_rows)
+        few = _slots(table_ptr, stage + 1, position, PAGE, scales)
 
     USED: gl.constexpr = 8 if GROUP <= 8 else _ROWS
     largest = gl.full([_ROWS], float("-inf"), gl.float32, by_row)
@@ -189,8 +189,8 @@ def decode_attention_kernel(
             _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, k_tiles, v_tiles, k_scales,
                   v_scales, ahead % STAGES, HKV, DH)  # fmt: skip
         ampere.async_copy.commit_group()
-        rows = slots_of(table_ptr, ahead + 1, position, PAGE, copied_rows)
-        few = slots_of(table_ptr, ahead + 1, position, PAGE, scales)
+        rows = _slots(table_ptr, ahead + 1, position, PAGE, copied_rows)
+        few = _slots(table_ptr, ahead + 1, position, PAGE, scales)
 
         now_at = block % STAGES
         k = _key_operand(k_tiles.index(now_at), DH, mma)
@@ -257,7 +257,7 @@ def _first_rows(x, USED: gl.constexpr):
 
 
 @gluon.jit
-def slots_of(table_ptr, block, position, PAGE: gl.constexpr, layout: gl.constexpr):
+def _slots(table_ptr, block, position, PAGE: gl.constexpr, layout: gl.constexpr):
     """Slots of a block's keys, below 2^31; beyond the last key its own slot, whose weight there is 0."""
     key = (block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, layout)).to(gl.uint32)  # whose division is a shift
     key = gl.minimum(key, position.to(gl.uint32))

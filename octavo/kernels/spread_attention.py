@@ -39,11 +39,11 @@ MAX_PROGRAMS = 256
 ROWS = 16
 SLICE = 32
 """Widths of a head that a program sums."""
-SPREAD = 512
+SPREAD = 1024
 """Programs of the first two kernels, about."""
 PREFIX = 64
 """Blocks whose largest scores a program reads at once."""
-LAUNCH = {"scores": (2, 3), "weights": (2, 3), "values": (1, 6)}
+LAUNCH = {"scores": (2, 3), "weights": (2, 3), "values": (4, 4)}
 """Warps and pipeline stages of each kernel."""
 _KV_BLOCK, _ROWS, _PREFIX = constexpr(KV_BLOCK), constexpr(ROWS), constexpr(PREFIX)
 _FP16_MAX = constexpr(65504.0)
@@ -78,15 +78,16 @@ def spread_attention(
         [T, H, Dh] bf16, and the logsumexp of each row of scores, [T, H] fp32.
     """
     (T, H, Dh), Hkv, fp8 = q.shape, k.shape[1], k_scale is not None
-    num_blocks = triton.cdiv(page_table.shape[1] * page_size, KV_BLOCK)
+    num_blocks = 2 * triton.cdiv(page_table.shape[1] * page_size, 2 * KV_BLOCK)
     scores = torch.empty(T, H, num_blocks * KV_BLOCK, device=q.device)
     weights = torch.empty_like(scores, dtype=torch.float16 if fp8 else torch.bfloat16)
-    # Of each block: largest score, what it moves the sum of weights and that of values by, its weights in 2**-23.
-    largest, moved, shifted, counted = torch.empty(4, T, H, num_blocks, device=q.device)
+    largest = torch.empty(T, H, num_blocks, device=q.device)  # score of each block
+    # What each block moves the sum of weights and that of values by, and its weights in 2**-23.
+    moves = torch.empty(T, H, num_blocks, 4, device=q.device)
     units = torch.empty(T, Hkv, num_blocks, device=q.device)  # largest scale of its values
     out, logsumexp = torch.empty_like(q), torch.empty(T, H, device=q.device)
     stored = k, v, k_scale if k_scale is not None else q, v_scale if v_scale is not None else q
-    between = scores, weights, largest, moved, shifted, counted, units
+    between = scores, weights, largest, moves, units
     where = tiles, page_table, page_table.stride(0), num_blocks
     shape = {"H": H, "HKV": Hkv, "PAGE": page_size, "FP8": fp8}
     spread = max(1, min(num_blocks, SPREAD // (T * Hkv)))
@@ -96,22 +97,11 @@ def spread_attention(
     _scores_kernel[(T * Hkv, spread)](q, *stored, *between, *where, factor, **shape, **whole, **_options(q, "scores"))
     _weights_kernel[(T * Hkv, spread)](*stored, *between, *where, **shape, **whole, **_options(q, "weights"))
     if HAS_GLUON and not INTERPRETED and Dh % width == 0 and width >= 32:
-        numbers = largest, moved, shifted, counted, units
+        num_warps, num_stages = LAUNCH["values"]
         values_kernel[(T * Hkv, Dh // width)](
-            v,
-            weights,
-            *numbers,
-            *where,
-            out,
-            logsumexp,
-            DH=Dh,
-            WIDTH=width,
-            STAGES=LAUNCH["values"][1],
-            **shape,
-            num_warps=1,
-            enable_fp_fusion=False,
-            **early_launch(q),
-        )
+            v, weights, largest, moves, units, *where, out, logsumexp, **shape, DH=Dh, WIDTH=width, STAGES=num_stages,
+            WARPS=num_warps, num_warps=num_warps, enable_fp_fusion=False, **early_launch(q),
+        )  # fmt: skip
         return out, logsumexp
     _values_kernel[(T * Hkv, triton.cdiv(Dh, width))](
         *stored, *between, *where, out, logsumexp, **shape, **whole, WIDTH=width, **_options(q, "values")
@@ -154,8 +144,8 @@ def _slots(table_ptr, block, position, PAGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_table", "num_blocks"])
 def _scores_kernel(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moved_ptr, shifted_ptr,
-    counted_ptr, unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, factor, H: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moves_ptr,
+    unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, factor, H: tl.constexpr,
     HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +179,7 @@ def _scores_kernel(
 
 @triton.jit(do_not_specialize=["stride_table", "num_blocks"])
 def _weights_kernel(
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moved_ptr, shifted_ptr, counted_ptr,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moves_ptr,
     unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, H: tl.constexpr, HKV: tl.constexpr,
     DH: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -221,8 +211,9 @@ def _weights_kernel(
         largest = now
         p = tl.exp2(scores - now[:, None])
         counted = tl.sum((p + 1.0).to(tl.int32, bitcast=True) - _ONE_BITS, axis=1).to(tl.float32)
-        tl.store(counted_ptr + of_blocks + block, counted, mask=here)
-        tl.store(moved_ptr + of_blocks + block, moved, mask=here)
+        moves_at = moves_ptr + 4 * (of_blocks + block)
+        tl.store(moves_at, moved, mask=here)
+        tl.store(moves_at + 2, counted, mask=here)
         if FP8:
             grown = tl.maximum(unit, tl.load(unit_ptr + of_head + block))
             v_scale = tl.load(v_scale_ptr + slot * HKV + kv_head, mask=visible, other=0.0)
@@ -233,7 +224,7 @@ def _weights_kernel(
             v = load_rows(v_ptr, slot * HKV + kv_head, visible, DH, BLOCK_D, True)
             broken = tl.max(v.to(tl.int16, bitcast=True) & 0x7FFF, axis=1) >= 0x7F80
             p = tl.where(broken[None, :], float("nan"), p)
-        tl.store(shifted_ptr + of_blocks + block, moved, mask=here)
+        tl.store(moves_at + 1, moved, mask=here)
         tl.store(weights_ptr + scores_at, _rounded(p, weights_ptr.dtype.element_ty), mask=here[:, None])
     if (first < last) & (last == position // _KV_BLOCK + 1):  # of the last block no one reads what it had alone
         tl.store(largest_ptr + of_blocks + last - 1, largest, mask=here)
@@ -243,7 +234,7 @@ def _weights_kernel(
 
 @triton.jit(do_not_specialize=["stride_table", "num_blocks"])
 def _values_kernel(
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moved_ptr, shifted_ptr, counted_ptr,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, weights_ptr, largest_ptr, moves_ptr,
     unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, out_ptr, logsumexp_ptr, H: tl.constexpr,
     HKV: tl.constexpr, DH: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     FP8: tl.constexpr, EARLY: tl.constexpr,
@@ -266,9 +257,9 @@ def _values_kernel(
         if FP8:
             v = half(v)
         weights = tl.load(weights_ptr + key[None, :], mask=here[:, None], other=0.0)
-        total = total * tl.load(moved_ptr + of_blocks + block, mask=here, other=0.0)
-        total += tl.load(counted_ptr + of_blocks + block, mask=here, other=0.0)
-        shifted = tl.load(shifted_ptr + of_blocks + block, mask=here, other=0.0)
+        moves_at = moves_ptr + 4 * (of_blocks + block)
+        total = total * tl.load(moves_at, mask=here, other=0.0) + tl.load(moves_at + 2, mask=here, other=0.0)
+        shifted = tl.load(moves_at + 1, mask=here, other=0.0)
         acc = product(weights, v, acc * shifted[:, None])
     total *= _UNIT
     unit = tl.load(unit_ptr + (query * HKV + kv_head) * num_blocks + last) if FP8 else 1.0

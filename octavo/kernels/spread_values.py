@@ -1,39 +1,36 @@
 """The last kernel of `kernels.spread_attention` in Gluon, with the bits of the one there in Triton.
 
-A block's values, weights and what it moves the sums by are copied several blocks ahead, those few numbers too, which
-Triton reads when it needs them: a sum waits for nothing but the product before it.
+Two blocks' values, weights and what each block moves the sums by are copied several blocks ahead, those few numbers
+too, which Triton reads when it needs them: a sum waits for little but the product before it.
 """
 
 from __future__ import annotations
 
 from octavo.kernels.attention_kernels import KV_BLOCK
-from octavo.kernels.decode_attention import slots_of, value_operands
+from octavo.kernels.decode_attention import value_operands
 from octavo.kernels.triton_shim import ampere, constexpr, copy_async, gdc, gl, gluon, thread_barrier
 
-_KV_BLOCK, _ROWS = constexpr(KV_BLOCK), constexpr(16)
+_KV_BLOCK, _KEYS, _ROWS = constexpr(KV_BLOCK), constexpr(2 * KV_BLOCK), constexpr(16)
 _LN_2 = constexpr(0.6931471805599453)
 _UNIT = constexpr(2.0**-23)
 
 
 @gluon.jit(do_not_specialize=["stride_table", "num_blocks"])
 def values_kernel(
-    v_ptr, weights_ptr, largest_ptr, moved_ptr, shifted_ptr, counted_ptr, unit_ptr, tiles_ptr, table_ptr, stride_table,
-    num_blocks, out_ptr, logsumexp_ptr, H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, WIDTH: gl.constexpr,
-    PAGE: gl.constexpr, FP8: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    v_ptr, weights_ptr, largest_ptr, moves_ptr, unit_ptr, tiles_ptr, table_ptr, stride_table, num_blocks, out_ptr,
+    logsumexp_ptr, H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, WIDTH: gl.constexpr, PAGE: gl.constexpr,
+    FP8: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """WIDTH widths of the sum of a KV head and a query, by one warp."""
+    """WIDTH widths of the sum of a KV head and a query. Warps share widths."""
     GROUP: gl.constexpr = H // HKV
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], warps_per_cta=[1, WARPS], instr_shape=[16, 8])
     by_row: gl.constexpr = gl.SliceLayout(1, mma)
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     VECTOR: gl.constexpr = 128 // v_ptr.dtype.element_ty.primitive_bitwidth  # numbers in 16 bytes
     CHUNKS: gl.constexpr = WIDTH // VECTOR  # of 16 bytes in a key
     phases: gl.constexpr = 8 // CHUNKS  # keys of 128 bytes
-    copied: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
-    copied_weights: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    copied_numbers: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    in_shared: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, phases, CHUNKS, [1, 0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    copied: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // CHUNKS, CHUNKS], [WARPS, 1], [1, 0])
+    copied_weights: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    copied_moves: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
 
     if EARLY:  # `early_launch.begin`
         gdc.gdc_wait()
@@ -45,51 +42,47 @@ def values_kernel(
     first_width = gl.program_id(1) * WIDTH
     head = query.to(gl.int64) * H + kv_head * GROUP
     blocks = position // _KV_BLOCK + 1
+    pairs = gl.cdiv(blocks, 2)
 
-    v_tiles = gl.allocate_shared_memory(v_ptr.dtype.element_ty, [STAGES, _KV_BLOCK, WIDTH], in_shared)
-    w_tiles = gl.allocate_shared_memory(
-        weights_ptr.dtype.element_ty, [STAGES, _ROWS, _KV_BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    v_tiles = gl.allocate_shared_memory(
+        v_ptr.dtype.element_ty, [STAGES, _KEYS, WIDTH], gl.SwizzledSharedLayout(VECTOR, phases, CHUNKS, [1, 0])
     )
-    numbers = gl.allocate_shared_memory(gl.float32, [3 * STAGES, _ROWS], flat)
+    w_tiles = gl.allocate_shared_memory(
+        weights_ptr.dtype.element_ty, [STAGES, _ROWS, _KEYS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
+    moves = gl.allocate_shared_memory(gl.float32, [STAGES, _ROWS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     v_ptr += kv_head * DH + first_width + gl.arange(0, WIDTH, gl.SliceLayout(0, copied)).expand_dims(0)
     row = gl.minimum(gl.arange(0, _ROWS, gl.SliceLayout(1, copied_weights)), GROUP - 1)  # more are not kept
-    key = gl.arange(0, _KV_BLOCK, gl.SliceLayout(0, copied_weights))
+    key = gl.arange(0, _KEYS, gl.SliceLayout(0, copied_weights))
     weights_ptr += ((head + row) * (num_blocks * _KV_BLOCK)).expand_dims(1) + key.expand_dims(0)
-    of_row = (head + gl.minimum(gl.arange(0, _ROWS, copied_numbers), GROUP - 1)) * num_blocks
-    moved_ptr, shifted_ptr, counted_ptr = moved_ptr + of_row, shifted_ptr + of_row, counted_ptr + of_row
+    row = gl.minimum(gl.arange(0, _ROWS, gl.SliceLayout(1, copied_moves)), GROUP - 1)
+    number = gl.arange(0, 8, gl.SliceLayout(0, copied_moves))
+    moves_ptr += ((head + row) * (num_blocks * 4)).expand_dims(1) + number.expand_dims(0)
 
-    slots = slots_of(table_ptr, 0, position, PAGE, gl.SliceLayout(1, copied))
+    slots = _slots(table_ptr, 0, position, PAGE, gl.SliceLayout(1, copied))
     for stage in gl.static_range(STAGES - 1):
-        if stage < blocks:
-            _copy(v_ptr, weights_ptr, moved_ptr, shifted_ptr, counted_ptr, slots, stage, stage, v_tiles, w_tiles,
-                  numbers, HKV, DH)  # fmt: skip
+        if stage < pairs:
+            _copy(v_ptr, weights_ptr, moves_ptr, slots, stage, stage, v_tiles, w_tiles, moves, HKV, DH)
         ampere.async_copy.commit_group()
-        slots = slots_of(table_ptr, stage + 1, position, PAGE, gl.SliceLayout(1, copied))
-    total = gl.zeros([_ROWS], gl.float32, by_row)
+        slots = _slots(table_ptr, stage + 1, position, PAGE, gl.SliceLayout(1, copied))
+    total = gl.zeros([_ROWS, 1], gl.float32, mma)
     even = gl.zeros([_ROWS, WIDTH // 2 if FP8 else WIDTH], gl.float32, mma)  # FP8: even widths, else all
     odd = gl.zeros_like(even)
-    for block in range(0, blocks):
+    for pair in range(0, pairs):
         ampere.async_copy.wait_group(STAGES - 2)
         thread_barrier()
-        ahead = block + STAGES - 1
-        if ahead < blocks:
-            _copy(v_ptr, weights_ptr, moved_ptr, shifted_ptr, counted_ptr, slots, ahead, ahead % STAGES, v_tiles,
-                  w_tiles, numbers, HKV, DH)  # fmt: skip
+        ahead = pair + STAGES - 1
+        if ahead < pairs:
+            _copy(v_ptr, weights_ptr, moves_ptr, slots, ahead, ahead % STAGES, v_tiles, w_tiles, moves, HKV, DH)
         ampere.async_copy.commit_group()
-        slots = slots_of(table_ptr, ahead + 1, position, PAGE, gl.SliceLayout(1, copied))
-        now_at = block % STAGES
-        weights = w_tiles.index(now_at).load(left)
-        total = total * numbers.index(3 * now_at).load(by_row) + numbers.index(3 * now_at + 2).load(by_row)
-        shifted = numbers.index(3 * now_at + 1).load(by_row).expand_dims(1)
-        if FP8:
-            pairs: gl.constexpr = gl.SwizzledSharedLayout(8, phases, CHUNKS, [1, 0])
-            v_even, v_odd = value_operands(v_tiles.index(now_at), WIDTH, mma, pairs)
-            even = ampere.mma_v2(weights, v_even, even * shifted)
-            odd = ampere.mma_v2(weights, v_odd, odd * shifted)
-        else:
-            even = ampere.mma_v2(weights, v_tiles.index(now_at).load(gl.DotOperandLayout(1, mma, 2)), even * shifted)
+        slots = _slots(table_ptr, ahead + 1, position, PAGE, gl.SliceLayout(1, copied))
+        now = pair % STAGES
+        v, weights, numbers = v_tiles.index(now), w_tiles.index(now), moves.index(now)
+        total, even, odd = _add(v, weights, numbers, total, even, odd, 0, WIDTH, VECTOR, mma, FP8)
+        if 2 * pair + 1 < blocks:
+            total, even, odd = _add(v, weights, numbers, total, even, odd, 1, WIDTH, VECTOR, mma, FP8)
 
-    total *= _UNIT
+    total = gl.sum(total, 1) * _UNIT
     row = gl.arange(0, _ROWS, by_row)
     here = row < GROUP
     unit = gl.load(unit_ptr + (query.to(gl.int64) * HKV + kv_head) * num_blocks + blocks - 1) if FP8 else 1.0
@@ -108,13 +101,38 @@ def values_kernel(
 
 
 @gluon.jit
+def _slots(table_ptr, pair, position, PAGE: gl.constexpr, layout: gl.constexpr):
+    """Slots of the keys of two blocks, below 2^31; beyond the last key its own slot, whose weight there is 0."""
+    key = (pair * _KEYS + gl.arange(0, _KEYS, layout)).to(gl.uint32)  # whose division is a shift
+    key = gl.minimum(key, position.to(gl.uint32))
+    return gl.load(table_ptr + key // PAGE).to(gl.int32) * PAGE + (key % PAGE).to(gl.int32)
+
+
+@gluon.jit
 def _copy(
-    v_ptr, weights_ptr, moved_ptr, shifted_ptr, counted_ptr, slots, block, stage, v_tiles, w_tiles, numbers,
-    HKV: gl.constexpr, DH: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of a block."""
+    v_ptr, weights_ptr, moves_ptr, slots, pair, stage, v_tiles, w_tiles, moves, HKV: gl.constexpr, DH: gl.constexpr
+):
+    """Start the copies of two blocks."""
     copy_async(v_tiles.index(stage), v_ptr + slots.to(gl.int64).expand_dims(1) * (HKV * DH))
-    copy_async(w_tiles.index(stage), weights_ptr + block * _KV_BLOCK)
-    copy_async(numbers.index(3 * stage), moved_ptr + block)
-    copy_async(numbers.index(3 * stage + 1), shifted_ptr + block)
-    copy_async(numbers.index(3 * stage + 2), counted_ptr + block)
+    copy_async(w_tiles.index(stage), weights_ptr + pair * _KEYS)
+    copy_async(moves.index(stage), moves_ptr + pair * 8)
+
+
+@gluon.jit
+def _add(
+    v, weights, numbers, total, even, odd, BLOCK: gl.constexpr, WIDTH: gl.constexpr, VECTOR: gl.constexpr,
+    mma: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Add one of the two blocks to the sums."""
+    left = weights.slice(BLOCK * _KV_BLOCK, _KV_BLOCK, 1).load(gl.DotOperandLayout(0, mma, 2))
+    v = v.slice(BLOCK * _KV_BLOCK, _KV_BLOCK, 0)
+    moved, shifted = numbers.slice(4 * BLOCK, 1, 1).load(mma), numbers.slice(4 * BLOCK + 1, 1, 1).load(mma)
+    total = total * moved + numbers.slice(4 * BLOCK + 2, 1, 1).load(mma)
+    if FP8:
+        codes: gl.constexpr = gl.SwizzledSharedLayout(8, 8 * VECTOR // WIDTH, WIDTH // VECTOR, [1, 0])
+        v_even, v_odd = value_operands(v, WIDTH, mma, codes)
+        even = ampere.mma_v2(left, v_even, even * shifted)
+        odd = ampere.mma_v2(left, v_odd, odd * shifted)
+    else:
+        even = ampere.mma_v2(left, v.load(gl.DotOperandLayout(1, mma, 2)), even * shifted)
+    return total, even, odd

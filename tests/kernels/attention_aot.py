@@ -93,36 +93,20 @@ def spread(name, head_dim, fp8):
     stored, weights = ("*fp8e4nv", "*fp16") if fp8 else ("*bf16", "*bf16")
     signature = {"q_ptr": "*bf16"} if name == "scores" else {}
     signature |= {"k_ptr": stored, "v_ptr": stored, **SCALES, "scores_ptr": "*fp32", "weights_ptr": weights}
-    signature |= dict.fromkeys(("largest_ptr", "moved_ptr", "shifted_ptr", "counted_ptr", "unit_ptr"), "*fp32")
+    signature |= dict.fromkeys(("largest_ptr", "moves_ptr", "unit_ptr"), "*fp32")
     signature |= {"tiles_ptr": "*i32", "table_ptr": "*i32", "stride_table": "i32", "num_blocks": "i32"}
-    signature |= {"scores": {"factor": "fp32"}, "values": {"out_ptr": "*bf16", "logsumexp_ptr": "*fp32"}}.get(name, {})
+    results = {"out_ptr": "*bf16", "logsumexp_ptr": "*fp32"}
+    signature |= {"scores": {"factor": "fp32"}, "weights": {}}.get(name, results)
+    warps, stages = spread_attention.LAUNCH["values" if name == "gluon" else name]
     constants = shape(head_dim) | {"PAGE": 16, "FP8": fp8, "EARLY": True}
-    if name == "values":
+    if name in ("values", "gluon"):
         constants["WIDTH"] = spread_attention.SLICE
     if name == "gluon":
-        signature = (
-            {"v_ptr": stored, "weights_ptr": weights}
-            | {
-                k: signature[k]
-                for k in (
-                    "largest_ptr",
-                    "moved_ptr",
-                    "shifted_ptr",
-                    "counted_ptr",
-                    "unit_ptr",
-                    "tiles_ptr",
-                    "table_ptr",
-                    "stride_table",
-                    "num_blocks",
-                )
-            }
-            | {"out_ptr": "*bf16", "logsumexp_ptr": "*fp32"}
-        )
-        constants = {"H": 32, "HKV": 8, "DH": head_dim, "WIDTH": spread_attention.SLICE, "PAGE": 16, "FP8": fp8}
-        constants |= {"STAGES": spread_attention.LAUNCH["values"][1], "EARLY": True}
-        return compiled(spread_values.values_kernel, signature, constants, GluonASTSource, num_warps=1, **UNFUSED)
+        del constants["BLOCK_D"]
+        signature = {k: v for k, v in signature.items() if k not in ("k_ptr", "scores_ptr", *SCALES)}
+        constants |= {"STAGES": stages, "WARPS": warps}
+        return compiled(spread_values.values_kernel, signature, constants, GluonASTSource, num_warps=warps, **UNFUSED)
     kernel = getattr(spread_attention, f"_{name}_kernel")
-    warps, stages = spread_attention.LAUNCH[name]
     return compiled(kernel, signature, constants, num_warps=warps, num_stages=stages, **UNFUSED)
 
 
