@@ -4,7 +4,9 @@
 
 All precisions and lengths where none is named; BF16 comes before what is set beside it. A table, and
 benchmarks/results/step.json (under $OUT if that is set), which keeps the figures of earlier calls.
-How many sequences decode at once depends on what the cache gets of the card.
+How many sequences decode at once depends on what the cache gets of the card. A run calibrates once in several steps,
+and a step counts that part of the shadow phase, whose own row has all of its seconds: so do tok_s, speedup_vs_bf16 and
+tok_s_rarely_checked, of a step without old_logprobs (`trainer.exactness_interval`).
 `sampled` measures samples of each phase in place of a whole step (`octavo.bench.step_sampled`), and `lent` gives the
 cache's memory to training between rollouts (`rollout.engine.lend_memory`); cases say so.
 """
@@ -20,7 +22,7 @@ import torch
 from train import SHAPES
 
 from octavo.bench.results import Results, Row
-from octavo.bench.step import StepTime, step_times, whole_step
+from octavo.bench.step import CALIBRATION_INTERVAL, StepTime, calibration_share, step_seconds, step_times, whole_step
 from octavo.bench.step_plan import StepWork
 from octavo.bench.step_sampled import sampled_step
 from octavo.models.config import decoder_config
@@ -32,10 +34,12 @@ PRECISIONS = {"bf16": ("bf16", "bf16"), "block128": ("block128", "bf16"), "block
 """Recipe and KV format."""
 GOAL = 1.5
 """Speed-up of the last at 8,192 tokens."""
+SHARE_GOAL = 0.02
+"""The most of a step that calibration takes."""
 
 
 def rows_of(case: str, time: StepTime, bf16_tok_s: float | None) -> list[Row]:
-    """Each phase beside its prediction, the step, and its speed-up where BF16 was measured."""
+    """Each phase beside its prediction, the step with calibration's share, and its speed-up where BF16 was measured."""
     rows = [
         Row(
             case=f"{case}/{phase}",
@@ -43,13 +47,28 @@ def rows_of(case: str, time: StepTime, bf16_tok_s: float | None) -> list[Row]:
             value=seconds,
             unit="s",
             better="lower",
-            note=f"predicted {time.predicted[phase]:.3f} s",
+            note=f"predicted {time.predicted[phase]:.3f} s"
+            + f", once in {CALIBRATION_INTERVAL} steps" * (phase == "shadow"),
         )
         for phase, seconds in time.measured.items()
     ]
     room = f"{time.at_once} sequences at once in {time.cache_tokens:,} tokens of KV"
-    note = f"{time.seconds:.1f} s a step, {room}; {time.formats}"
+    note = f"{time.seconds:.1f} s a step, predicted {step_seconds(time.predicted):.1f} s, {room}; {time.formats}"
     rows.append(Row(case=case, metric="tok_s", value=time.tok_s, unit="tok/s", note=note))
+    if (tok_s := time.tok_s_rarely_checked) is not None:
+        note = "without old_logprobs: trainer.exactness_interval above 1, between two checks"
+        rows.append(Row(case=case, metric="tok_s_rarely_checked", value=tok_s, unit="tok/s", note=note))
+    rows.append(
+        Row(
+            case=case,
+            metric="calibration_share",
+            value=time.calibration_share,
+            unit="share",
+            goal=SHARE_GOAL,
+            better="lower",
+            note=f"predicted {calibration_share(time.predicted):.2e}",
+        )
+    )
     if time.peak_bytes:
         off, note = abs(time.planned_bytes / time.peak_bytes - 1.0), f"planned {time.planned_bytes / GIB:.1f} GiB"
         peak = Row(case=case, metric="peak_gib", value=time.peak_bytes / GIB, unit="GiB", better="lower", note=note)

@@ -177,7 +177,8 @@ def bench_step(
     ]
     steps = list(step_times(*read_config(model), chosen, works, sampled_step if sampled else whole_step))
     if as_json:
-        print(json.dumps([asdict(step) | {"tok_s": step.tok_s} for step in steps], indent=1))
+        names = ("seconds", "calibration_share", "tok_s", "tok_s_rarely_checked")
+        print(json.dumps([asdict(step) | {name: getattr(step, name) for name in names} for step in steps], indent=1))
     else:
         show_steps(steps, Console(highlight=False, soft_wrap=True))
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from octavo.bench.gemm import Gain, verdict
 from octavo.bench.rollout import DecodeSpeed
-from octavo.bench.step import PHASES, StepTime
+from octavo.bench.step import CALIBRATION_INTERVAL, PHASES, StepTime, calibration_share, step_seconds
 from octavo.bench.train import TrainSpeed
 
 
@@ -58,15 +58,21 @@ def show_training(speeds: Sequence[TrainSpeed], console: Console) -> None:
 
 
 def show_steps(steps: Sequence[StepTime], console: Console) -> None:
-    """Seconds of each phase, measured / predicted, for each length of completions."""
+    """Seconds of each phase, measured / predicted, for each length of completions; of the step, with its part of the
+    shadow's."""
     lengths = [f"{step.work.completion_tokens:,} tokens" for step in steps]
     table = Table("seconds, measured / predicted", *lengths)
     for column in table.columns[1:]:
         column.justify = "right"
     for phase in PHASES:
-        table.add_row(phase, *(f"{step.measured[phase]:.2f} / {step.predicted[phase]:.2f}" for step in steps))
-    table.add_row("step", *(f"{step.seconds:.2f} / {sum(step.predicted.values()):.2f}" for step in steps))
+        name = f"shadow, once in {CALIBRATION_INTERVAL} steps" if phase == "shadow" else phase
+        table.add_row(name, *(f"{step.measured[phase]:.2f} / {step.predicted[phase]:.2f}" for step in steps))
+    table.add_row("step", *(f"{step.seconds:.2f} / {step_seconds(step.predicted):.2f}" for step in steps))
+    shares = (f"{step.calibration_share:.2%} / {calibration_share(step.predicted):.2%}" for step in steps)
+    table.add_row("shadow's share of it", *shares)
     table.add_row("tok/s", *(f"{step.tok_s:,.0f}" for step in steps))
+    rarely = [step.tok_s_rarely_checked for step in steps]
+    table.add_row("tok/s, rarely checked", *("-" if tok_s is None else f"{tok_s:,.0f}" for tok_s in rarely))
     console.print(table)
     for length, step in zip(lengths, steps, strict=True):
         console.print(f"{length}: {step.work.num_sequences} sequences, {step.at_once} at once; {step.formats}")

@@ -8,14 +8,15 @@
     weight_update    re-quantisation after each of them               masters read, bytes written
 
 Products are taken to run at the rate of the model's largest linear layer, bytes at the copy speed, both measured in the
-same run. Weights are random, and the step is the second: the first, a short one, compiles and captures. A long one can
+same run. A run calibrates once in `CALIBRATION_INTERVAL` steps, and the step's total counts that part of the shadow's
+seconds. Weights are random, and the step is the second: the first, a short one, compiles and captures. A long one can
 be sampled (`bench.step_sampled`).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -33,6 +34,7 @@ from octavo.models.config import DecoderConfig
 from octavo.models.decoder import Decoder
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.rl.batch import Microbatch, MiniBatch, pack
+from octavo.rl.calibration_config import CalibrationConfig
 from octavo.rollout.engine import Engine, EngineConfig
 from octavo.rollout.lent_memory import expand_segments
 from octavo.rollout.sampler import SamplingConfig
@@ -41,6 +43,8 @@ from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.policy import packed_logprobs
 
 PHASES = ("rollout", "old_logprobs", "reference", "shadow", "update", "weight_update")
+CALIBRATION_INTERVAL = CalibrationConfig.interval
+"""Steps from one shadow phase to the next."""
 WARM_UP_TOKENS = 16
 """Of a completion in the first step."""
 RunStep = Callable[[StepWork, Engine, Decoder, Optimizer], dict[str, float]]
@@ -67,6 +71,8 @@ class StepTime:
     work: StepWork
     formats: str
     """Of masters and moments."""
+    batch_invariant: bool
+    """Of the recipe, whose rollout's log-probabilities may then be the old ones."""
     at_once: int
     """Sequences that decode together: as many as the cache holds."""
     cache_tokens: int
@@ -76,19 +82,33 @@ class StepTime:
     planned_bytes: int
     """The same by the plan, with the cache unless it is lent."""
     measured: dict[str, float]
-    """Phase -> seconds."""
+    """Phase -> seconds, all of the shadow's among them."""
     predicted: dict[str, float]
-    """Phase -> seconds at the device's rates."""
+    """Phase -> seconds at the device's rates, likewise."""
 
     @property
     def seconds(self) -> float:
-        """Of all phases."""
-        return sum(self.measured.values())
+        """Of a step, as `step_seconds` counts them."""
+        return step_seconds(self.measured)
+
+    @property
+    def calibration_share(self) -> float:
+        """Of these, those of shadow passes; in [0, 1]."""
+        return calibration_share(self.measured)
 
     @property
     def tok_s(self) -> float:
         """Sampled and trained tokens a second."""
         return self.work.num_sequences * self.work.completion_tokens / self.seconds
+
+    @property
+    def tok_s_rarely_checked(self) -> float | None:
+        """The same of a step between two checks of `trainer.exactness_interval`, which takes the rollout's
+        log-probabilities as the old ones; None where the recipe does not allow that."""
+        if not self.batch_invariant:
+            return None
+        seconds = self.seconds - self.measured["old_logprobs"]
+        return self.work.num_sequences * self.work.completion_tokens / seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +119,16 @@ class Trained:
     reference: Decoder
     optimizer: Optimizer
     formats: TrainFormats
+
+
+def step_seconds(phases: Mapping[str, float]) -> float:
+    """Of a step, the mean of a run: all phases, the shadow once in `CALIBRATION_INTERVAL` steps."""
+    return sum(phases.values()) - phases["shadow"] + phases["shadow"] / CALIBRATION_INTERVAL
+
+
+def calibration_share(phases: Mapping[str, float]) -> float:
+    """Of a step's seconds, those of shadow passes; in [0, 1]."""
+    return phases["shadow"] / CALIBRATION_INTERVAL / step_seconds(phases)
 
 
 def step_times(
@@ -166,6 +196,7 @@ def bench_step(
     return StepTime(
         work=work,
         formats=str(models.formats),
+        batch_invariant=policy.recipe.batch_invariant,
         at_once=at_once,
         cache_tokens=num_cache_tokens,
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
@@ -182,7 +213,7 @@ def whole_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: Op
 
 
 def run_step(work: StepWork, engine: Engine, reference: Decoder, optimizer: Optimizer) -> dict[str, float]:
-    """One step; phase -> seconds."""
+    """One step that calibrates; phase -> seconds."""
     policy, device = engine.decoder, engine.device
     times = dict.fromkeys(PHASES, 0.0)
 
@@ -245,7 +276,7 @@ def with_old_logprobs(decoder: Decoder, batch: MiniBatch) -> MiniBatch:
 def predicted_seconds(
     decoder: Decoder, work: StepWork, rates: Rates, formats: TrainFormats, at_once: int
 ) -> dict[str, float]:
-    """Phase -> seconds at the device's rates, by arithmetic."""
+    """Phase -> seconds at the device's rates, by arithmetic; all of the shadow's."""
     config, bytes_s = decoder.config, rates.copy_gb_s * 1e9
     rounds = -(-work.num_sequences // at_once)
     halfway = step_bytes(decoder, at_once, work.prompt_tokens + work.completion_tokens // 2)

@@ -16,7 +16,9 @@ from octavo.bench.step import (
     StepTime,
     bench_step,
     build,
+    calibration_share,
     predicted_seconds,
+    step_seconds,
     step_times,
     whole_step,
 )
@@ -26,6 +28,7 @@ from octavo.bench.train import FORMATS, model_flops
 from octavo.cli import app
 from octavo.models.config import read_config
 from octavo.numerics.recipe import get_recipe
+from octavo.rl.calibration_config import GridCalibration
 from octavo.trainer.memory import FRAGMENTATION, LIBRARY_BYTES
 from octavo.trainer.memory_held import count_parameters, forward_bytes, master_bytes, moment_bytes
 from octavo.trainer.memory_passes import DecoderPass
@@ -58,7 +61,32 @@ def test_every_phase_of_a_step_runs_and_trains(recipe, kv_cache, formats, monkey
     assert seen[0][2] + 2 == seen[1][2] and seen[1][3] < seen[1][4], "bytes follow each update"
     assert time.at_once == 2 and tuple(time.measured) == tuple(time.predicted) == PHASES
     assert all(seconds > 0.0 for seconds in (*time.measured.values(), *time.predicted.values()))
-    assert time.tok_s == pytest.approx(4 * 20 / sum(time.measured.values()))
+    total = sum(seconds / 20 if phase == "shadow" else seconds for phase, seconds in time.measured.items())
+    assert time.tok_s == pytest.approx(4 * 20 / total) and time.batch_invariant
+
+
+def step_time(work, measured, predicted, batch_invariant=True):
+    return StepTime(
+        work=work, formats="x", batch_invariant=batch_invariant, **SIZES, measured=measured, predicted=predicted
+    )
+
+
+def test_a_step_counts_the_shadow_once_in_twenty_steps():
+    assert GridCalibration().interval == 20, "of a run whose configuration does not say"
+    measured = dict(zip(PHASES, (10.0, 2.0, 1.0, 40.0, 4.0, 1.0), strict=True))
+    time = step_time(WORK, measured, dict.fromkeys(PHASES, 4.0))
+    assert time.seconds == pytest.approx(10 + 2 + 1 + 40 / 20 + 4 + 1)
+    assert time.calibration_share == pytest.approx(2 / 20)
+    assert time.tok_s == pytest.approx(48 / 20) and time.tok_s_rarely_checked == pytest.approx(48 / 18)
+    assert step_seconds(time.predicted) == pytest.approx(5 * 4 + 4 / 20)
+    assert calibration_share(time.predicted) == pytest.approx(0.2 / 20.2)
+
+
+@pytest.mark.parametrize("recipe, may", [("bf16", True), ("block128", True), ("w8a16", True), ("tensorwise", False)])
+def test_a_recipe_that_is_not_batch_invariant_is_always_checked(recipe, may):
+    phases = dict.fromkeys(PHASES, 1.0)
+    time = step_time(WORK, phases, phases, get_recipe(recipe).batch_invariant)
+    assert time.tok_s_rarely_checked == (pytest.approx(48 / 4.05) if may else None)
 
 
 def test_samples_add_up_to_a_step(monkeypatch):
@@ -80,7 +108,8 @@ def test_samples_add_up_to_a_step(monkeypatch):
         completion_tokens=20, prompt_tokens=4, num_prompts=4, group_size=3, num_mini_batches=2, microbatch_tokens=48
     )
     models = build(*read_config(MODEL), get_recipe("block128"), FORMATS[0], work.longest, device="cpu")
-    found = bench_step(models, work, RATES, 5 * 32, sampled_step).measured
+    time = bench_step(models, work, RATES, 5 * 32, sampled_step)
+    found = time.measured
     assert tuple(found) == PHASES
     # Six sequences of 24 tokens make up a mini-batch, two a microbatch: three of these, one of which runs.
     assert found["old_logprobs"] == found["reference"] == pytest.approx(3 * 2)
@@ -89,6 +118,10 @@ def test_samples_add_up_to_a_step(monkeypatch):
     # Twelve sequences, five at once: two rounds and one of two, each at contexts of 4 to 20.
     assert times == [(batch, context) for batch in (5, 2) for context in (4, 8, 12, 16, 20)]
     assert found["rollout"] == pytest.approx(1.0 + 1.0 + 3 * 20 * 12 / 1e3), "prompts, memory, steps"
+    # Of the shadow's six seconds a step counts a twentieth; without the check it is six shorter.
+    assert time.seconds == pytest.approx(2.72 + 6 + 6 + 0.3 + 8 + 2)
+    assert time.calibration_share == pytest.approx(0.3 / 25.02)
+    assert time.tok_s == pytest.approx(12 * 20 / 25.02) and time.tok_s_rarely_checked == pytest.approx(240 / 19.02)
 
 
 def test_samples_run_on_a_cpu():
@@ -240,16 +273,10 @@ def test_segments_are_expandable_before_torch_takes_any(lends, monkeypatch):
 
 
 def test_the_command_prints_phases_or_json(monkeypatch):
-    times = {phase: 2.0 for phase in PHASES}
-    time = StepTime(
-        work=WORK,
-        formats="x",
-        **SIZES,
-        measured=times,
-        predicted={phase: 1.0 for phase in PHASES},
-    )
+    measured, predicted = ({phase: seconds for phase in PHASES} for seconds in (2.0, 1.0))
+    times = [step_time(WORK, measured, predicted), step_time(WORK, measured, predicted, batch_invariant=False)]
     asked = []
-    monkeypatch.setattr(step, "step_times", lambda *given: asked.extend(given[3]) or [time])
+    monkeypatch.setattr(step, "step_times", lambda *given: asked.extend(given[3]) or times)
     arguments = [
         "bench",
         "step",
@@ -264,10 +291,21 @@ def test_the_command_prints_phases_or_json(monkeypatch):
     ]
     shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0 and (asked[0].completion_tokens, asked[0].num_prompts) == (12, 2), shown.output
-    for text in ("2.00 / 1.00", "12.00 / 6.00", "4 sequences, 3 at once"):
-        assert text in shown.output, shown.output
-    (row,) = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
-    assert row["tok_s"] == 4.0 and row["measured"]["rollout"] == 2.0
+    lines = {line.split("│")[1].strip(): line for line in shown.output.splitlines() if "│" in line}
+    for name, texts in {
+        "update": ["2.00 / 1.00"] * 2,
+        "shadow, once in 20 steps": ["2.00 / 1.00"] * 2,  # all of it
+        "step": ["10.10 / 5.05"] * 2,
+        "shadow's share of it": ["0.99% / 0.99%"] * 2,
+        "tok/s": ["5", "5"],
+        "tok/s, rarely checked": ["6", "-"],  # 48 tokens in 8.1 seconds
+    }.items():
+        assert [text.strip() for text in lines[name].split("│")[2:4]] == texts, shown.output
+    assert "4 sequences, 3 at once" in shown.output
+    row, other = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert row["seconds"] == pytest.approx(10.1) and row["measured"]["shadow"] == row["measured"]["rollout"] == 2.0
+    assert row["tok_s"] == pytest.approx(48 / 10.1) and row["tok_s_rarely_checked"] == pytest.approx(48 / 8.1)
+    assert row["calibration_share"] == pytest.approx(0.1 / 10.1) and other["tok_s_rarely_checked"] is None
 
 
 @pytest.mark.gpu
@@ -284,16 +322,12 @@ def test_the_script_sets_later_calls_beside_bf16(tmp_path, monkeypatch):
 
     def times(config, hf_config, recipe, works, run):
         asked.append((recipe.name, recipe.kv_cache, [work.completion_tokens for work in works], run))
-        seconds = {"bf16": 3.0, "block128": 2.0}[recipe.name]
+        # Steps of 5 x 2.5 + 50 / 20 = 15 and 5 x 1.75 + 25 / 20 = 10 seconds; with all of the shadow 62.5 and 33.75.
+        seconds, shadow = {"bf16": (2.5, 50.0), "block128": (1.75, 25.0)}[recipe.name]
         for work in works:
-            phases = dict.fromkeys(PHASES, seconds * work.completion_tokens / 1024)
-            yield StepTime(
-                work=work,
-                formats="x",
-                **SIZES,
-                measured=phases,
-                predicted=phases,
-            )
+            phases = dict.fromkeys(PHASES, seconds) | {"shadow": shadow}
+            phases = {phase: seconds * work.completion_tokens / 1024 for phase, seconds in phases.items()}
+            yield step_time(work, phases, {phase: seconds / 2 for phase, seconds in phases.items()})
 
     monkeypatch.setattr(script, "step_times", times)
     monkeypatch.setattr(results, "_commit", lambda: "f00")
@@ -309,7 +343,16 @@ def test_the_script_sets_later_calls_beside_bf16(tmp_path, monkeypatch):
     assert asked == [("bf16", "bf16", [8192], sampled_step), ("block128", "fp8", [2048, 8192], sampled_step)]
     row = rows["step/qwen3-8b/8192/block128+kv8, sampled speedup_vs_bf16"]
     assert (row.value, row.goal, row.met) == (1.5, 1.5, True)
-    assert rows["step/qwen3-8b/2048/block128+kv8, sampled/update seconds"].value == 4.0
+    assert rows["step/qwen3-8b/2048/block128+kv8, sampled/update seconds"].value == 3.5
+    shadow = rows["step/qwen3-8b/2048/block128+kv8, sampled/shadow seconds"]
+    assert (shadow.value, shadow.note) == (50.0, "predicted 25.000 s, once in 20 steps"), "all of it"
+    for name, step_s, old_s, share in (("bf16", 120.0, 20.0, 2.5 / 15), ("block128+kv8", 80.0, 14.0, 1.25 / 10)):
+        case = f"step/qwen3-8b/8192/{name}, sampled"
+        assert rows[f"{case} tok_s"].value == 64 * 8192 / step_s
+        assert f"{step_s:.1f} s a step, predicted {step_s / 2:.1f} s, 3 sequences" in rows[f"{case} tok_s"].note
+        assert rows[f"{case} tok_s_rarely_checked"].value == pytest.approx(64 * 8192 / (step_s - old_s))
+        of_it = rows[f"{case} calibration_share"]
+        assert of_it.value == pytest.approx(share) and (of_it.goal, of_it.better, of_it.met) == (0.02, "lower", False)
     assert "step/qwen3-8b/2048/block128+kv8, sampled speedup_vs_bf16" not in rows, "no BF16 of that length"
     peak, off = (rows[f"step/qwen3-8b/8192/bf16, sampled {metric}"] for metric in ("peak_gib", "plan_off"))
     assert (peak.value, peak.note, off.value, off.met) == (2.0, "planned 1.0 GiB", 0.5, False)
