@@ -10,7 +10,8 @@ that is what its kernel waits for. Here codes are read from shared memory once, 
 
 So each product adds the same 16 numbers as in a tile of any other height, in blocks of ascending order. The warps of a
 program, which serves the query heads of one KV head of a sequence, share the keys of a block in its scores and the
-widths in its sum; the next block is copied while they multiply.
+widths in its sum; the next block is copied while they multiply. So are the pages of the block after it: a load of them
+into registers would come back no earlier than the copies that were started before it.
 """
 
 from __future__ import annotations
@@ -163,17 +164,18 @@ def decode_attention_kernel(
     maxima = gl.allocate_shared_memory(gl.float32, [_ROWS, WARPS], plain)
     sums = gl.allocate_shared_memory(gl.int32, [_ROWS, WARPS], plain)
     shares = gl.allocate_shared_memory(gl.float16, [_ROWS, _KV_BLOCK], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    pages = gl.allocate_shared_memory(table_ptr.dtype.element_ty, [STAGES, _KV_BLOCK], flat)
     column = gl.arange(0, DH, gl.SliceLayout(0, copied)).expand_dims(0)
 
-    rows = _slots(table_ptr, 0, position, PAGE, copied_rows)
-    few = _slots(table_ptr, 0, position, PAGE, scales)
     for stage in gl.static_range(STAGES - 1):
+        rows = slots_of(gl.load(table_ptr + page_of(stage, position, PAGE, copied_rows)), stage, position, PAGE)
+        few = slots_of(gl.load(table_ptr + page_of(stage, position, PAGE, scales)), stage, position, PAGE)
         if stage < num_blocks:
             _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, k_tiles, v_tiles, k_scales,
                   v_scales, stage, HKV, DH)  # fmt: skip
+        after = stage + STAGES - 1
+        copy_async(pages.index(after % STAGES), table_ptr + page_of(after, position, PAGE, scales))
         ampere.async_copy.commit_group()
-        rows = _slots(table_ptr, stage + 1, position, PAGE, copied_rows)
-        few = _slots(table_ptr, stage + 1, position, PAGE, scales)
 
     USED: gl.constexpr = 8 if GROUP <= 8 else _ROWS
     largest = gl.full([_ROWS], float("-inf"), gl.float32, by_row)
@@ -186,11 +188,13 @@ def decode_attention_kernel(
         thread_barrier()
         ahead = block + STAGES - 1
         if ahead < num_blocks:
+            rows = slots_of(pages.index(ahead % STAGES).load(copied_rows), ahead, position, PAGE)
+            few = slots_of(pages.index(ahead % STAGES).load(scales), ahead, position, PAGE)
             _copy(k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows, few, column, k_tiles, v_tiles, k_scales,
                   v_scales, ahead % STAGES, HKV, DH)  # fmt: skip
+            after = ahead + STAGES - 1
+            copy_async(pages.index(after % STAGES), table_ptr + page_of(after, position, PAGE, scales))
         ampere.async_copy.commit_group()
-        rows = _slots(table_ptr, ahead + 1, position, PAGE, copied_rows)
-        few = _slots(table_ptr, ahead + 1, position, PAGE, scales)
 
         now_at = block % STAGES
         k = _key_operand(k_tiles.index(now_at), DH, mma)
@@ -257,11 +261,25 @@ def _first_rows(x, USED: gl.constexpr):
 
 
 @gluon.jit
-def _slots(table_ptr, block, position, PAGE: gl.constexpr, layout: gl.constexpr):
-    """Slots of a block's keys, below 2^31; beyond the last key its own slot, whose weight there is 0."""
-    key = (block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, layout)).to(gl.uint32)  # whose division is a shift
-    key = gl.minimum(key, position.to(gl.uint32))
-    return gl.load(table_ptr + key // PAGE).to(gl.int32) * PAGE + (key % PAGE).to(gl.int32)
+def _keys(block, position, KEYS: gl.constexpr, layout: gl.constexpr):
+    """Keys of a block; beyond the last key that one again, whose weight there is 0."""
+    key = (block * KEYS + gl.arange(0, KEYS, layout)).to(gl.uint32)  # whose division is a shift
+    return gl.minimum(key, position.to(gl.uint32))
+
+
+@gluon.jit
+def page_of(block, position, PAGE: gl.constexpr, layout: gl.constexpr, KEYS: gl.constexpr = _KV_BLOCK):
+    """Entry in the table of the page of each of a block's keys."""
+    return _keys(block, position, KEYS, layout) // PAGE
+
+
+@gluon.jit
+def slots_of(page, block, position, PAGE: gl.constexpr):
+    """Slots of a block's keys in their pages, below 2^31."""
+    KEYS: gl.constexpr = page.shape[0]
+    layout: gl.constexpr = page.type.layout
+    key = _keys(block, position, KEYS, layout)
+    return page.to(gl.int32) * PAGE + (key % PAGE).to(gl.int32)
 
 
 @gluon.jit

@@ -1,13 +1,14 @@
 """The last kernel of `kernels.spread_attention` in Gluon, with the bits of the one there in Triton.
 
 Two blocks' values, weights and what each block moves the sums by are copied several blocks ahead, those few numbers
-too, which Triton reads when it needs them: a sum waits for little but the product before it.
+too, which Triton reads when it needs them, and the pages of the next ones: a load into registers would come back no
+earlier than the copies that were started before it. So a sum waits for little but the product before it.
 """
 
 from __future__ import annotations
 
 from octavo.kernels.attention_kernels import KV_BLOCK
-from octavo.kernels.decode_attention import value_operands
+from octavo.kernels.decode_attention import page_of, slots_of, value_operands
 from octavo.kernels.triton_shim import ampere, constexpr, copy_async, gdc, gl, gluon, thread_barrier
 
 _KV_BLOCK, _KEYS, _ROWS = constexpr(KV_BLOCK), constexpr(2 * KV_BLOCK), constexpr(16)
@@ -29,6 +30,8 @@ def values_kernel(
     CHUNKS: gl.constexpr = WIDTH // VECTOR  # of 16 bytes in a key
     phases: gl.constexpr = 8 // CHUNKS  # keys of 128 bytes
     copied: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // CHUNKS, CHUNKS], [WARPS, 1], [1, 0])
+    by_key: gl.constexpr = gl.SliceLayout(1, copied)
+    copied_pages: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     copied_weights: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     copied_moves: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
 
@@ -50,6 +53,9 @@ def values_kernel(
     w_tiles = gl.allocate_shared_memory(
         weights_ptr.dtype.element_ty, [STAGES, _ROWS, _KEYS], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     )
+    pages = gl.allocate_shared_memory(
+        table_ptr.dtype.element_ty, [STAGES, _KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     moves = gl.allocate_shared_memory(gl.float32, [STAGES, _ROWS, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     v_ptr += kv_head * DH + first_width + gl.arange(0, WIDTH, gl.SliceLayout(0, copied)).expand_dims(0)
     row = gl.minimum(gl.arange(0, _ROWS, gl.SliceLayout(1, copied_weights)), GROUP - 1)  # more are not kept
@@ -59,12 +65,13 @@ def values_kernel(
     number = gl.arange(0, 8, gl.SliceLayout(0, copied_moves))
     moves_ptr += ((head + row) * (num_blocks * 4)).expand_dims(1) + number.expand_dims(0)
 
-    slots = _slots(table_ptr, 0, position, PAGE, gl.SliceLayout(1, copied))
     for stage in gl.static_range(STAGES - 1):
+        slots = slots_of(gl.load(table_ptr + page_of(stage, position, PAGE, by_key, _KEYS)), stage, position, PAGE)
         if stage < pairs:
             _copy(v_ptr, weights_ptr, moves_ptr, slots, stage, stage, v_tiles, w_tiles, moves, HKV, DH)
+        after = stage + STAGES - 1
+        copy_async(pages.index(after % STAGES), table_ptr + page_of(after, position, PAGE, copied_pages, _KEYS))
         ampere.async_copy.commit_group()
-        slots = _slots(table_ptr, stage + 1, position, PAGE, gl.SliceLayout(1, copied))
     total = gl.zeros([_ROWS, 1], gl.float32, mma)
     even = gl.zeros([_ROWS, WIDTH // 2 if FP8 else WIDTH], gl.float32, mma)  # FP8: even widths, else all
     odd = gl.zeros_like(even)
@@ -73,9 +80,11 @@ def values_kernel(
         thread_barrier()
         ahead = pair + STAGES - 1
         if ahead < pairs:
+            slots = slots_of(pages.index(ahead % STAGES).load(by_key), ahead, position, PAGE)
             _copy(v_ptr, weights_ptr, moves_ptr, slots, ahead, ahead % STAGES, v_tiles, w_tiles, moves, HKV, DH)
+            after = ahead + STAGES - 1
+            copy_async(pages.index(after % STAGES), table_ptr + page_of(after, position, PAGE, copied_pages, _KEYS))
         ampere.async_copy.commit_group()
-        slots = _slots(table_ptr, ahead + 1, position, PAGE, gl.SliceLayout(1, copied))
         now = pair % STAGES
         v, weights, numbers = v_tiles.index(now), w_tiles.index(now), moves.index(now)
         total, even, odd = _add(v, weights, numbers, total, even, odd, 0, WIDTH, VECTOR, mma, FP8)
@@ -98,14 +107,6 @@ def values_kernel(
     if gl.program_id(1) == 0:
         largest = gl.load(largest_ptr + (head + row) * num_blocks + blocks - 1, mask=here, other=0.0)
         gl.store(logsumexp_ptr + head + row, (largest + gl.log2(total)) * _LN_2, mask=here)
-
-
-@gluon.jit
-def _slots(table_ptr, pair, position, PAGE: gl.constexpr, layout: gl.constexpr):
-    """Slots of the keys of two blocks, below 2^31; beyond the last key its own slot, whose weight there is 0."""
-    key = (pair * _KEYS + gl.arange(0, _KEYS, layout)).to(gl.uint32)  # whose division is a shift
-    key = gl.minimum(key, position.to(gl.uint32))
-    return gl.load(table_ptr + key // PAGE).to(gl.int32) * PAGE + (key % PAGE).to(gl.int32)
 
 
 @gluon.jit
