@@ -180,6 +180,7 @@ def every_peer(results: Results) -> None:
     hf_config, formats = SHAPES["8b"], FORMATS[2]
     batch = random_batch(hf_config.vocab_size, TOKENS, LENGTH, "cuda")
     for name, convert in peers().items():
+        torch.compiler.reset()  # or the second peer finds all compiled forms taken, and runs uncompiled
         decoder = random_decoder(decoder_config(hf_config), hf_config, get_recipe("bf16"), LENGTH, masters=True)
         replace_linears_(decoder, convert)
         try:

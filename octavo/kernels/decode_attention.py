@@ -197,7 +197,7 @@ def decode_attention_kernel(
         ampere.async_copy.commit_group()
 
         now_at = block % STAGES
-        k = _key_operand(k_tiles.index(now_at), DH, mma)
+        k = key_operand(k_tiles.index(now_at), DH, mma)
         key_factor = factor * k_scales.index(now_at).load(by_key)
         scores = ampere.mma_v2(q, k, gl.zeros([_ROWS, _KV_BLOCK], gl.float32, mma)) * key_factor.expand_dims(0)
         visible = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, by_key) <= position
@@ -296,7 +296,7 @@ def _copy(
 
 
 @gluon.jit
-def _key_operand(tile, DH: gl.constexpr, mma: gl.constexpr):
+def key_operand(tile, DH: gl.constexpr, mma: gl.constexpr):
     """K^T [DH, 64] in FP16, its widths in the order that queries are loaded in; no number changes its thread."""
     codes = tile.permute((1, 0)).load(gl.DotOperandLayout(1, mma, 4))
     half = gl.reshape(codes.to(gl.float16), (DH // 16, 4, 2, 2, _KV_BLOCK))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels import decode_attention, spread_kernels
 from octavo.kernels.attention_kernels import (
     KV_BLOCK,
     half,
@@ -31,7 +32,6 @@ from octavo.kernels.attention_kernels import (
 )
 from octavo.kernels.e4m3 import round_bf16
 from octavo.kernels.early_launch import begin, early_launch
-from octavo.kernels.spread_values import values_kernel
 from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, constexpr, tl, triton
 
 MAX_PROGRAMS = 256
@@ -43,8 +43,11 @@ SPREAD = 1024
 """Programs of the first two kernels, about."""
 PREFIX = 64
 """Blocks whose largest scores a program reads at once."""
-LAUNCH = {"scores": (2, 3), "weights": (2, 3), "values": (4, 4)}
+LAUNCH = {"scores": (2, 3), "weights": (2, 3), "values": (2, 4)}
 """Warps and pipeline stages of each kernel."""
+CODES_SPREAD, CODES_STAGES = 2048, 3
+"""Of the kernel for scores of E4M3 keys, of a warp each."""
+_GLUON_RUNS = HAS_GLUON and not INTERPRETED
 _KV_BLOCK, _ROWS, _PREFIX = constexpr(KV_BLOCK), constexpr(ROWS), constexpr(PREFIX)
 _FP16_MAX = constexpr(65504.0)
 _LN_2 = constexpr(0.6931471805599453)
@@ -89,24 +92,40 @@ def spread_attention(
     stored = k, v, k_scale if k_scale is not None else q, v_scale if v_scale is not None else q
     between = scores, weights, largest, moves, units
     where = tiles, page_table, page_table.stride(0), num_blocks
-    shape = {"H": H, "HKV": Hkv, "PAGE": page_size, "FP8": fp8}
-    spread = max(1, min(num_blocks, SPREAD // (T * Hkv)))
+    programs = T * Hkv
+    shape = {"H": H, "HKV": Hkv, "PAGE": page_size}
     block_d = max(16, triton.next_power_of_2(Dh))
-    width = min(SLICE, block_d)
-    whole = {"DH": Dh, "BLOCK_D": block_d}
-    _scores_kernel[(T * Hkv, spread)](q, *stored, *between, *where, factor, **shape, **whole, **_options(q, "scores"))
-    _weights_kernel[(T * Hkv, spread)](*stored, *between, *where, **shape, **whole, **_options(q, "weights"))
-    if HAS_GLUON and not INTERPRETED and Dh % width == 0 and width >= 32:
-        num_warps, num_stages = LAUNCH["values"]
-        values_kernel[(T * Hkv, Dh // width)](
-            v, weights, largest, moves, units, *where, out, logsumexp, **shape, DH=Dh, WIDTH=width, STAGES=num_stages,
-            WARPS=num_warps, num_warps=num_warps, enable_fp_fusion=False, **early_launch(q),
+    whole = {**shape, "DH": Dh, "BLOCK_D": block_d, "FP8": fp8}
+    if fp8 and _GLUON_RUNS and Dh in decode_attention.WIDTHS:
+        outputs = scores, largest, units
+        spread_kernels.scores_kernel[programs, _spread(num_blocks, programs, CODES_SPREAD)](
+            q, k, k_scale, v_scale, *outputs, *where, factor, **shape, DH=Dh, STAGES=CODES_STAGES,
+            num_warps=1, enable_fp_fusion=False, **early_launch(q),
         )  # fmt: skip
-        return out, logsumexp
-    _values_kernel[(T * Hkv, triton.cdiv(Dh, width))](
-        *stored, *between, *where, out, logsumexp, **shape, **whole, WIDTH=width, **_options(q, "values")
+    else:
+        _scores_kernel[programs, _spread(num_blocks, programs, SPREAD)](
+            q, *stored, *between, *where, factor, **whole, **_options(q, "scores")
+        )
+    _weights_kernel[programs, _spread(num_blocks, programs, SPREAD)](
+        *stored, *between, *where, **whole, **_options(q, "weights")
     )
+    width = min(SLICE, block_d)
+    if _GLUON_RUNS and Dh % SLICE == 0:
+        num_warps, num_stages = LAUNCH["values"]
+        spread_kernels.values_kernel[programs, Dh // width](
+            v, weights, largest, moves, units, *where, out, logsumexp, **shape, DH=Dh, FP8=fp8, WIDTH=width,
+            STAGES=num_stages, WARPS=num_warps, num_warps=num_warps, enable_fp_fusion=False, **early_launch(q),
+        )  # fmt: skip
+    else:
+        _values_kernel[programs, triton.cdiv(Dh, width)](
+            *stored, *between, *where, out, logsumexp, **whole, WIDTH=width, **_options(q, "values")
+        )
     return out, logsumexp
+
+
+def _spread(num_blocks: int, programs: int, wanted: int) -> int:
+    """Programs that share the blocks of each of so many."""
+    return max(1, min(num_blocks, wanted // programs))
 
 
 def _options(q: Tensor, name: str) -> dict[str, Any]:

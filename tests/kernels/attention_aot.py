@@ -25,7 +25,7 @@ from octavo.kernels import (
     heads_kernels,
     prefill_attention,
     spread_attention,
-    spread_values,
+    spread_kernels,
 )
 from octavo.kernels.attention_backward import DELTA_ROWS, launch_options
 from octavo.kernels.heads import GATHERED_ROWS, TOKENS
@@ -91,23 +91,29 @@ def boxes(dtype, rows, columns):
 def spread(name, head_dim, fp8):
     """A kernel of `spread_attention`."""
     stored, weights = ("*fp8e4nv", "*fp16") if fp8 else ("*bf16", "*bf16")
-    signature = {"q_ptr": "*bf16"} if name == "scores" else {}
+    signature = {"q_ptr": "*bf16"} if name in ("scores", "codes") else {}
     signature |= {"k_ptr": stored, "v_ptr": stored, **SCALES, "scores_ptr": "*fp32", "weights_ptr": weights}
     signature |= dict.fromkeys(("largest_ptr", "moves_ptr", "unit_ptr"), "*fp32")
     signature |= {"tiles_ptr": "*i32", "table_ptr": "*i32", "stride_table": "i32", "num_blocks": "i32"}
     results = {"out_ptr": "*bf16", "logsumexp_ptr": "*fp32"}
-    signature |= {"scores": {"factor": "fp32"}, "weights": {}}.get(name, results)
-    warps, stages = spread_attention.LAUNCH["values" if name == "gluon" else name]
+    signature |= {"scores": {"factor": "fp32"}, "codes": {"factor": "fp32"}, "weights": {}}.get(name, results)
+    warps, stages = spread_attention.LAUNCH.get(name, spread_attention.LAUNCH["values"])
     constants = shape(head_dim) | {"PAGE": 16, "FP8": fp8, "EARLY": True}
-    if name in ("values", "gluon"):
+    if name in ("values", "sum"):
         constants["WIDTH"] = spread_attention.SLICE
-    if name == "gluon":
+    kernel, source, options = getattr(spread_attention, f"_{name}_kernel", None), ASTSource, {"num_stages": stages}
+    if name == "codes":
+        kernel, source, warps, options = spread_kernels.scores_kernel, GluonASTSource, 1, {}
+        constants["STAGES"], unused = spread_attention.CODES_STAGES, ("v_ptr", "weights_ptr", "moves_ptr")
+        del constants["FP8"], constants["BLOCK_D"]
+    elif name == "sum":
+        kernel, source, options = spread_kernels.values_kernel, GluonASTSource, {}
+        constants["STAGES"], constants["WARPS"], unused = stages, warps, ("k_ptr", "scores_ptr", *SCALES)
         del constants["BLOCK_D"]
-        signature = {k: v for k, v in signature.items() if k not in ("k_ptr", "scores_ptr", *SCALES)}
-        constants |= {"STAGES": stages, "WARPS": warps}
-        return compiled(spread_values.values_kernel, signature, constants, GluonASTSource, num_warps=warps, **UNFUSED)
-    kernel = getattr(spread_attention, f"_{name}_kernel")
-    return compiled(kernel, signature, constants, num_warps=warps, num_stages=stages, **UNFUSED)
+    else:
+        unused = ()
+    signature = {key: kind for key, kind in signature.items() if key not in unused}
+    return compiled(kernel, signature, constants, source, num_warps=warps, **options, **UNFUSED)
 
 
 def many_queries(head_dim, scaled):

@@ -50,19 +50,19 @@ def test_warps():
 @needs_triton
 def test_every_kernel_compiles_for_hopper():
     found = json.loads(in_another_process(REPO / "tests/kernels/attention_aot.py"))
-    assert len(found) == 19
+    assert len(found) == 21
     for name, counts in found.items():
         kind, kv_format = name.split()[:2]
         tall = kind in ("prefill", "packed", "many", "grad_q", "grad_kv", "gradients_q", "gradients_kv")
         by = counts["wgmma.mma_async"] > 0, counts["mma.sync"] > 0
-        small = kind in ("decode", "codes") or name.split()[0::2] in (["spread", "scores"], ["spread", "values"])
+        small = kind in ("decode", "codes") or (kind == "spread" and "weights" not in name)
         assert by == (tall, small), (name, counts)
         if kind == "codes":  # which are read once, and stay in the registers that a product reads
-            assert counts["ldmatrix"] == 12 and counts["st.shared"] < 16, (name, counts)  # eight of codes
+            assert counts["ldmatrix"] in (12, 13) and counts["st.shared"] < 16, (name, counts)  # eight of codes
         if tall or small:
             inputs = {"fp8": "f32.f16.f16", "bf16": "f32.bf16.bf16"}[kv_format]
             assert counts[inputs] == counts["wgmma.mma_async"] + counts["mma.sync"], (name, counts)
-        if kind != "codes":
+        if "codes" not in name:
             assert counts["together"] in ([2], []), (name, counts)  # the same for tiles of any height
         # One warp that holds 16 rows spills in the last block of keys of a sequence; others a little at width 96, and
         # what holds dK and dV in registers some addresses.

@@ -106,4 +106,4 @@ def test_only_hopper_and_a_triton_that_can(early, monkeypatch):
 def test_nothing_else_lets_the_next_kernel_start_early():
     texts = {path.name: path.read_text() for path in (REPO / "octavo").rglob("*.py")}
     found = {name for name, text in texts.items() if "gdc_launch_dependents" in text or "launch_pdl" in text}
-    assert found == {"decode_attention.py", "decode_gemm.py", "early_launch.py"}
+    assert found == {"decode_attention.py", "decode_gemm.py", "early_launch.py", "spread_kernels.py"}

@@ -1,19 +1,116 @@
-"""The last kernel of `kernels.spread_attention` in Gluon, with the bits of the one there in Triton.
+"""Two kernels of `kernels.spread_attention` in Gluon, with the bits of those there in Triton.
 
-Two blocks' values, weights and what each block moves the sums by are copied several blocks ahead, those few numbers
-too, which Triton reads when it needs them, and the pages of the next ones: a load into registers would come back no
-earlier than the copies that were started before it. So a sum waits for little but the product before it.
+Scores of E4M3 keys, which are read from shared memory once, as in `kernels.decode_attention`; and the sum. Whatever a
+block needs is copied several blocks ahead, few numbers too, which Triton reads when it needs them, and the pages of the
+next blocks: a load into registers would come back no earlier than the copies that were started before it.
 """
 
 from __future__ import annotations
 
 from octavo.kernels.attention_kernels import KV_BLOCK
-from octavo.kernels.decode_attention import page_of, slots_of, value_operands
+from octavo.kernels.decode_attention import key_operand, page_of, slots_of, value_operands
+from octavo.kernels.gluon_numbers import half, larger
 from octavo.kernels.triton_shim import ampere, constexpr, copy_async, gdc, gl, gluon, thread_barrier
 
 _KV_BLOCK, _KEYS, _ROWS = constexpr(KV_BLOCK), constexpr(2 * KV_BLOCK), constexpr(16)
 _LN_2 = constexpr(0.6931471805599453)
 _UNIT = constexpr(2.0**-23)
+
+
+@gluon.jit(do_not_specialize=["stride_table", "num_blocks"])
+def scores_kernel(
+    q_ptr, k_ptr, k_scale_ptr, v_scale_ptr, scores_ptr, largest_ptr, unit_ptr, tiles_ptr, table_ptr, stride_table,
+    num_blocks, factor, H: gl.constexpr, HKV: gl.constexpr, DH: gl.constexpr, PAGE: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Scores of some blocks of E4M3 keys, their largest, and the largest scale of their values, by one warp."""
+    GROUP: gl.constexpr = H // HKV
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    by_row: gl.constexpr = gl.SliceLayout(1, mma)
+    by_key: gl.constexpr = gl.SliceLayout(0, mma)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    CHUNKS: gl.constexpr = DH // 16  # of 16 bytes in a key
+    copied: gl.constexpr = gl.BlockedLayout([1, 16], [32 // CHUNKS, CHUNKS], [1, 1], [1, 0])
+    copied_rows: gl.constexpr = gl.SliceLayout(1, copied)
+    scales: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    if EARLY:  # `early_launch.begin`
+        gdc.gdc_wait()
+        gdc.gdc_launch_dependents()
+    kv_head = gl.program_id(0) % HKV
+    tiles_ptr += gl.program_id(0) // HKV * 4
+    query, position, sequence = gl.load(tiles_ptr), gl.load(tiles_ptr + 2), gl.load(tiles_ptr + 3)
+    table_ptr += sequence.to(gl.int64) * stride_table
+    blocks = position // _KV_BLOCK + 1
+    share = gl.cdiv(blocks, gl.num_programs(1))
+    first = gl.minimum(gl.program_id(1) * share, blocks)
+    last = gl.minimum(first + share, blocks)
+    head = query.to(gl.int64) * H + kv_head * GROUP
+
+    row = gl.arange(0, _ROWS, gl.SliceLayout(1, left))
+    place = gl.arange(0, DH, gl.SliceLayout(0, left))
+    width = place // 16 * 16 + place // 2 % 4 * 4 + place // 8 % 2 * 2 + place % 2  # as K's codes come
+    at = (head + row).expand_dims(1) * DH + width.expand_dims(0)
+    mask = (row < GROUP).expand_dims(1) & (width < DH).expand_dims(0)
+    q = half(gl.load(q_ptr + at, mask=mask, other=0.0).to(gl.float32))
+
+    k_tiles = gl.allocate_shared_memory(
+        gl.float8e4nv, [STAGES, _KV_BLOCK, DH], gl.SwizzledSharedLayout(16, 8 // CHUNKS, CHUNKS, [1, 0])
+    )
+    k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _KV_BLOCK], flat)
+    v_scales = gl.allocate_shared_memory(gl.float32, [STAGES, _KV_BLOCK], flat)
+    pages = gl.allocate_shared_memory(table_ptr.dtype.element_ty, [STAGES, _KV_BLOCK], flat)
+    k_ptr += kv_head * DH + gl.arange(0, DH, gl.SliceLayout(0, copied)).expand_dims(0)
+    k_scale_ptr += kv_head
+    v_scale_ptr += kv_head
+    for stage in gl.static_range(STAGES - 1):
+        rows = slots_of(
+            gl.load(table_ptr + page_of(first + stage, position, PAGE, copied_rows)), first + stage, position, PAGE
+        )
+        few = slots_of(
+            gl.load(table_ptr + page_of(first + stage, position, PAGE, scales)), first + stage, position, PAGE
+        )
+        if first + stage < last:
+            _copy_keys(k_ptr, k_scale_ptr, v_scale_ptr, rows, few, stage, k_tiles, k_scales, v_scales, HKV, DH)
+        after = stage + STAGES - 1
+        copy_async(pages.index(after % STAGES), table_ptr + page_of(first + after, position, PAGE, scales))
+        ampere.async_copy.commit_group()
+    row, key = gl.arange(0, _ROWS, by_row), gl.arange(0, _KV_BLOCK, by_key)
+    scores_ptr += ((head + row) * (num_blocks * _KV_BLOCK)).expand_dims(1) + key.expand_dims(0)
+    largest_ptr += (head + row) * num_blocks
+    unit_ptr += (query.to(gl.int64) * HKV + kv_head) * num_blocks
+    here = (row < GROUP).expand_dims(1).broadcast_to([_ROWS, _KV_BLOCK])
+    for block in range(first, last):
+        ampere.async_copy.wait_group(STAGES - 2)
+        thread_barrier()
+        ahead, now = block + STAGES - 1, (block - first) % STAGES
+        free = (ahead - first) % STAGES
+        if ahead < last:
+            rows = slots_of(pages.index(free).load(copied_rows), ahead, position, PAGE)
+            few = slots_of(pages.index(free).load(scales), ahead, position, PAGE)
+            _copy_keys(k_ptr, k_scale_ptr, v_scale_ptr, rows, few, free, k_tiles, k_scales, v_scales, HKV, DH)
+            then = ahead + STAGES - 1
+            copy_async(pages.index((then - first) % STAGES), table_ptr + page_of(then, position, PAGE, scales))
+        ampere.async_copy.commit_group()
+        k = key_operand(k_tiles.index(now), DH, mma)
+        key_factor = factor * k_scales.index(now).load(by_key)
+        scores = ampere.mma_v2(q, k, gl.zeros([_ROWS, _KV_BLOCK], gl.float32, mma)) * key_factor.expand_dims(0)
+        visible = block * _KV_BLOCK + key <= position
+        scores = gl.where(visible.expand_dims(0), scores, float("-inf"))
+        gl.store(scores_ptr + block * _KV_BLOCK, scores, mask=here)
+        gl.store(largest_ptr + block, gl.reduce(scores, 1, larger), mask=row < GROUP)
+        gl.store(unit_ptr + block, gl.max(v_scales.index(now).load(scales), 0))  # drops NaN
+
+
+@gluon.jit
+def _copy_keys(
+    k_ptr, k_scale_ptr, v_scale_ptr, rows, few, stage, k_tiles, k_scales, v_scales, HKV: gl.constexpr, DH: gl.constexpr
+):
+    """Start the copies of a block of keys, their scales and their values' scales."""
+    copy_async(k_tiles.index(stage), k_ptr + rows.to(gl.int64).expand_dims(1) * (HKV * DH))
+    copy_async(k_scales.index(stage), k_scale_ptr + few.to(gl.int64) * HKV)
+    copy_async(v_scales.index(stage), v_scale_ptr + few.to(gl.int64) * HKV)
 
 
 @gluon.jit(do_not_specialize=["stride_table", "num_blocks"])
