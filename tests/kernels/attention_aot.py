@@ -244,7 +244,7 @@ SOME = (
     *("decode bf16 64", "decode fp8 128", "prefill fp8 96", "packed bf16 128", "heads fp8 128 norm slots"),
     *("grad_q bf16 128", "grad_kv bf16 128", "delta bf16 96", "rotate_back bf16 64", "gather fp8 128", "codes fp8 128"),
     *("codes fp8 128 cast", "many fp8 128", "gradients_kv bf16 128", "gradients_q bf16 128", "rows bf16 128"),
-    *("spread fp8 scores", "spread bf16 weights", "spread fp8 values"),
+    *("spread fp8 scores", "spread bf16 weights", "spread fp8 values", "spread fp8 codes", "spread bf16 sum"),
 )
 """Every kernel and width once at least."""
 
