@@ -118,7 +118,8 @@ def _held_bytes(config: DecoderConfig, recipe: Recipe, formats: TrainFormats) ->
 
 def _sampling_bytes(config: DecoderConfig, recipe: Recipe, work: StepWork) -> int:
     """Beside that, while prompts run or steps decode."""
-    return max(rollout_bytes(config, recipe, work.num_sequences, EngineConfig.max_prefill_tokens, truncates=False))
+    rows, tokens = work.num_sequences, EngineConfig.max_prefill_tokens
+    return max(rollout_bytes(config, recipe, rows, tokens, work.longest, truncates=False))
 
 
 def token_bytes(config: DecoderConfig, recipe: Recipe) -> int:

@@ -70,7 +70,7 @@ def _room(demand: Demand, shape: DecoderConfig, recipe: Recipe, sequences: int, 
     """Tokens that the KV cache can have, in whole pages, the scratch page left out."""
     usual, rows = EngineConfig(), padded_size(sequences)
     prefill_tokens = max(usual.max_prefill_tokens, demand.longest)
-    prefill, decode = rollout_bytes(shape, recipe, rows, prefill_tokens, demand.truncates)
+    prefill, decode = rollout_bytes(shape, recipe, rows, prefill_tokens, demand.longest, demand.truncates)
     page_table = 4 * rows * -(-demand.longest // usual.page_size)
     copies = forward_bytes(shape, recipe, on_gpu=True).operands  # made by the first products
     held = page_table + copies + workspace_bytes(rows, usual.cuda_graphs)

@@ -34,8 +34,10 @@ from octavo.kernels.e4m3 import round_bf16
 from octavo.kernels.early_launch import begin, early_launch
 from octavo.kernels.triton_shim import HAS_GLUON, INTERPRETED, constexpr, tl, triton
 
-MAX_PROGRAMS = 256
-"""KV heads times sequences, at most: with more, a program for each leaves no multiprocessor idle."""
+MAX_PROGRAMS = 96
+"""KV heads times sequences, at most: with more, a program for each keeps an H200 as busy."""
+MIN_KEYS = 1024
+"""That a page table has room for, at least: three launches take longer than a program that walks few keys."""
 ROWS = 16
 SLICE = 32
 """Widths of a head that a program sums."""
@@ -121,6 +123,13 @@ def spread_attention(
             *stored, *between, *where, out, logsumexp, **whole, WIDTH=width, **_options(q, "values")
         )
     return out, logsumexp
+
+
+def workspace_bytes(num_sequences: int, num_heads: int, num_kv_heads: int, num_keys: int) -> int:
+    """Of what the kernels leave for each other, for page tables with room for so many keys."""
+    num_blocks = 2 * -(-num_keys // (2 * KV_BLOCK))
+    of_head = num_blocks * (KV_BLOCK * (4 + 2) + 4 + 16)  # scores, weights, largest, moves
+    return num_sequences * (num_heads * of_head + num_kv_heads * num_blocks * 4)
 
 
 def _spread(num_blocks: int, programs: int, wanted: int) -> int:

@@ -155,7 +155,7 @@ def attention_forward(
     """
     (T, H, Dh), Hkv = q.shape, k.shape[1]
     num_programs, factor = Hkv * len(tiles.table), softmax_scale * LOG2_E
-    if T and page_table is not None and spreads(tiles, Hkv):
+    if T and page_table is not None and spreads(tiles, Hkv, page_table, page_size):
         stored = k, v, k_scale, v_scale
         return spread_attention.spread_attention(q, *stored, tiles.table, factor, page_table, page_size)
     if T and page_table is not None and k_scale is not None and v_scale is not None and decodes_fp8(tiles, Dh):
@@ -200,10 +200,11 @@ def decodes_fp8(tiles: Tiles, head_dim: int) -> bool:
     return _GLUON_RUNS and tiles.one_query and tiles.rows == DECODE_ROWS and head_dim in decode_attention.WIDTHS
 
 
-def spreads(tiles: Tiles, num_kv_heads: int) -> bool:
-    """Whether the kernels for few sequences take these tiles over pages; they give the same bits."""
+def spreads(tiles: Tiles, num_kv_heads: int, page_table: Tensor, page_size: int) -> bool:
+    """Whether the kernels for few long sequences take these tiles over pages; they give the same bits."""
     few = len(tiles.table) * num_kv_heads <= spread_attention.MAX_PROGRAMS
-    return few and tiles.one_query and tiles.rows == DECODE_ROWS
+    long = page_table.shape[1] * page_size >= spread_attention.MIN_KEYS
+    return few and long and tiles.one_query and tiles.rows == DECODE_ROWS
 
 
 def _prefills(tiles: Tiles, head_dim: int, k: Tensor) -> bool:

@@ -250,7 +250,7 @@ class _PagedDecode(PagedAttention):
         assert self._tiles is not None
         if self.cache.kv_format != "fp8" or q.shape[2] != BLOCK or not decodes_fp8(self._tiles, BLOCK):
             return None
-        if spreads(self._tiles, self.cache.num_kv_heads):
+        if spreads(self._tiles, self.cache.num_kv_heads, self._page_table, self.cache.page_size):
             return None
         q = self.cache.write(layer, self.slot_mapping, q, k, v, transform)
         keys, values = self.cache.stored(layer)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from octavo.kernels import spread_attention
 from octavo.kernels.operands import TOKEN_BLOCK
 from octavo.models.config import DecoderConfig, read_config
 from octavo.numerics.recipe import Recipe, get_recipe
@@ -132,7 +133,7 @@ def plan_memory(
         held["cuBLAS workspaces"] = workspace_bytes(counts.running, engine.cuda_graphs)
         truncates = config.evaluation.interval > 0 and looks_at_host(config.evaluation.sampling)
         recipe = config.precision.rollout_recipe()
-        prefill, decode = rollout_bytes(shape, recipe, counts.running, counts.prefill, truncates)
+        prefill, decode = rollout_bytes(shape, recipe, counts.running, counts.prefill, config.max_tokens, truncates)
         rollout = {"prefill": prefill} if prefill > decode else {"decode": decode}
         reserve += decode * engine.cuda_graphs
         if engine.lend_memory:
@@ -146,21 +147,25 @@ def plan_memory(
 
 
 def rollout_bytes(
-    shape: DecoderConfig, recipe: Recipe, rows: int, prefill_tokens: int, truncates: bool
+    shape: DecoderConfig, recipe: Recipe, rows: int, prefill_tokens: int, longest: int, truncates: bool
 ) -> tuple[int, int]:
-    """Bytes of the largest prefill, and of a decode step.
+    """Bytes of the largest prefill, and of the largest decode step.
 
     Args:
         shape, recipe: of the decoder.
         rows: sequences of a decode step, as many as a prefill may have.
         prefill_tokens: new tokens of a prefill.
+        longest: tokens of a sequence, at most.
         truncates: sampling leaves tokens out, by top_p, top_k or min_p.
     """
-    prefill, decode = (
-        DecoderPass(shape=shape, recipe=recipe, num_tokens=num_tokens, num_scored=rows, paged=True).forward()
-        for num_tokens in (prefill_tokens, rows)
+    few = max(1, min(rows, spread_attention.MAX_PROGRAMS // shape.num_kv_heads))  # whose attention is spread
+    prefill, decode, of_few = (
+        DecoderPass(shape=shape, recipe=recipe, num_tokens=num_tokens, num_scored=scored, paged=True).forward()
+        for num_tokens, scored in ((prefill_tokens, rows), (rows, rows), (few, few))
     )
-    return prefill, decode + truncates * TRUNCATION_BYTES * rows * shape.vocab_size
+    decode += truncates * TRUNCATION_BYTES * rows * shape.vocab_size
+    heads = shape.num_heads, shape.num_kv_heads
+    return prefill, max(decode, of_few + spread_attention.workspace_bytes(few, *heads, longest))
 
 
 def workspace_bytes(running: int, cuda_graphs: bool) -> int:

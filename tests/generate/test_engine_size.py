@@ -48,7 +48,7 @@ def test_on_a_large_gpu_no_more_than_can_be_used():
 def test_long_completions_take_what_fits_and_the_plan_agrees():
     tokens, sequences = size_of(LONG, 100 * GIB)
     assert sequences == 256 and tokens % 16 == 0 and 0.9 < tokens * TOKEN_BYTES / (90 * GIB) < 1.05
-    prefill, decode = rollout_bytes(QWEN3_8B, RECIPE, 256, LONG.longest, False)
+    prefill, decode = rollout_bytes(QWEN3_8B, RECIPE, 256, LONG.longest, LONG.longest, False)
 
     def needed(num_tokens):
         """As the plan of a run counts: the cache with its scratch page, tables and the widest step."""
@@ -82,5 +82,5 @@ def test_copies_that_kernels_make_of_odd_widths_take_from_the_cache():
     copies = forward_bytes(odd, RECIPE, on_gpu=True).operands
     assert copies > GIB and forward_bytes(QWEN3_8B, RECIPE, on_gpu=True).operands == 0
     rooms = [engine_config(LONG, shape, RECIPE, 60 * GIB).kv_cache_tokens for shape in (QWEN3_8B, odd)]
-    widest = [max(rollout_bytes(shape, RECIPE, 256, LONG.longest, False)) for shape in (QWEN3_8B, odd)]
+    widest = [max(rollout_bytes(shape, RECIPE, 256, LONG.longest, LONG.longest, False)) for shape in (QWEN3_8B, odd)]
     assert (rooms[0] - rooms[1]) * TOKEN_BYTES == pytest.approx(copies + widest[1] - widest[0], rel=0.01)

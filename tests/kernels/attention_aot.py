@@ -221,7 +221,8 @@ def every_variant():
         yield f"gradients_q bf16 {width}", partial(gradients, "q", width)
         yield f"gradients_q bf16 {width} odd", partial(gradients, "q", width, 1)
         yield f"rows bf16 {width}", partial(rows, width)
-    for name in spread_attention.LAUNCH:
+    yield "spread fp8 codes", partial(spread, "codes", 128, True)
+    for name in (*spread_attention.LAUNCH, "sum"):
         for kv_format, fp8 in (("bf16", False), ("fp8", True)):
             yield f"spread {kv_format} {name}", partial(spread, name, 128, fp8)
     for width in (64, 96, 128):

@@ -10,7 +10,7 @@ from octavo.kernels.attention_kernels import LOG2_E
 from octavo.kernels.cast import cast_1x128
 from octavo.kernels.decode_attention import decode_attention
 from octavo.kernels.heads import HeadTransform, empty_kv, gathered, rotate, rotate_back, write_heads
-from octavo.kernels.spread_attention import spread_attention
+from octavo.kernels.spread_attention import spread_attention, workspace_bytes
 from octavo.kernels.triton_attention import (
     DECODE_ROWS,
     PREFILL_ROWS,
@@ -263,7 +263,11 @@ def check_spread(p, positions):
     """
     at = torch.tensor(positions, device=p.q.device)
     q, tiles = p.q[p.boundaries[:-1] + at], decode_tiles(at, p.group)
-    empty, empty_like = torch.empty, torch.empty_like
+    empty, empty_like, made = torch.empty, torch.empty_like, []
+
+    def poisoned(x):
+        made.append(x.numel() * x.element_size())
+        return x.fill_(torch.nan)
 
     def assert_equal(p, what):
         k, v = p.pages_k, p.pages_v
@@ -271,8 +275,8 @@ def check_spread(p, positions):
         one_each = replace(tiles, one_query=False)
         wanted = attention_forward(*operands, one_each, p.softmax_scale, p.table, p.page_size)
         with (
-            mock.patch("torch.empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan)),
-            mock.patch("torch.empty_like", lambda x, **options: empty_like(x, **options).fill_(torch.nan)),
+            mock.patch("torch.empty", lambda *shape, **options: poisoned(empty(*shape, **options))),
+            mock.patch("torch.empty_like", lambda x, **options: poisoned(empty_like(x, **options))),
         ):
             found = spread_attention(*operands, tiles.table, p.softmax_scale * LOG2_E, p.table, p.page_size)
         for name, mine, theirs in zip(("out", "logsumexp"), found, wanted, strict=True):
@@ -280,7 +284,10 @@ def check_spread(p, positions):
             assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0)), (name, what)
         return wanted[0]
 
-    assert assert_equal(p, "").abs().max() > 1.0
+    out = assert_equal(p, "")
+    assert out.abs().max() > 1.0
+    num_keys, (N, H, Dh) = p.table.shape[1] * p.page_size, q.shape
+    assert sum(made) == workspace_bytes(N, H, H // p.group, num_keys) + N * H * (2 * Dh + 4)  # and what it returns
     for name in ("pages_k", "pages_v"):
         for place in (0, positions[0]):  # in a block that is seen whole, and in the last
             slot = p.table[0, place // p.page_size] * p.page_size + place % p.page_size

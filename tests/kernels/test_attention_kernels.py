@@ -7,7 +7,7 @@ import torch
 from kernel_checks import REPO, WAITS_AND_LETS_START, in_another_process, interpreted, needs_triton
 
 from octavo.kernels.attention_backward import BackwardName, attention_backward
-from octavo.kernels.triton_attention import FEW_PROGRAMS, num_warps, packed_tiles, tiles_of
+from octavo.kernels.triton_attention import FEW_PROGRAMS, decode_tiles, num_warps, packed_tiles, spreads, tiles_of
 from octavo.numerics.error import relative_error
 
 
@@ -45,6 +45,17 @@ def test_more_heads_than_rows_are_refused():
 def test_warps():
     assert [num_warps(rows, FEW_PROGRAMS) for rows in (16, 64, 128)] == [1, 4, 8]
     assert [num_warps(rows, 1) for rows in (16, 64, 128)] == [2, 4, 8]
+
+
+def test_few_long_sequences_are_spread():
+    def spread(positions, group, pages):
+        tiles = decode_tiles(torch.tensor(positions), group)
+        return spreads(tiles, 8, torch.zeros(len(positions), pages), 16)
+
+    assert spread([3, 5000], 4, 512) and spread([1] * 12, 16, 64)
+    assert not spread([1] * 13, 4, 512)  # 104 programs
+    assert not spread([3, 5], 4, 63)  # 1,008 keys
+    assert not spread([3], 17, 512)  # more rows than a tile has
 
 
 @needs_triton
