@@ -2,8 +2,8 @@
 
 A kernel that is launched so first waits until the kernel ahead, and with it all before that, has ended; only then does
 it let the next one start. So it reads what they wrote, and writes to no buffer that one of them still reads, freed and
-given out again as it may be. The products of `decode_gemm` alone read before they wait, and only a weight: what may
-write one lets nothing start early.
+given out again as it may be. Two read before they wait. The products of `decode_gemm` read a weight: what may write one
+lets nothing start early. The kernels of `spread_attention` read what was written before the kernel ahead of them began.
 """
 
 from __future__ import annotations

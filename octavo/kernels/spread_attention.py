@@ -145,7 +145,10 @@ def _options(q: Tensor, name: str) -> dict[str, Any]:
 
 @triton.jit
 def _place(tiles_ptr, table_ptr, stride_table, HKV: tl.constexpr):
-    """KV head, query, position and pages of a program."""
+    """KV head, query, position and pages of a program.
+
+    Comes before `begin`: tiles are made at the start of a decode step, so the kernel ahead of this one waited for them.
+    """
     kv_head = tl.program_id(0) % HKV
     tiles_ptr += tl.program_id(0) // HKV * 4
     query, position, sequence = tl.load(tiles_ptr), tl.load(tiles_ptr + 2), tl.load(tiles_ptr + 3)
@@ -178,9 +181,9 @@ def _scores_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Scores of some blocks, their largest, and the largest scale of their values."""
-    begin(EARLY)
     GROUP: tl.constexpr = H // HKV
     kv_head, query, position, table_ptr = _place(tiles_ptr, table_ptr, stride_table, HKV)
+    begin(EARLY)
     row, d = tl.arange(0, _ROWS), tl.arange(0, BLOCK_D)
     here = row < GROUP
     head_at = query * H + kv_head * GROUP + row
@@ -212,9 +215,9 @@ def _weights_kernel(
     DH: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weights of some blocks, and what each of them moves the sums by."""
-    begin(EARLY)
     GROUP: tl.constexpr = H // HKV
     kv_head, query, position, table_ptr = _place(tiles_ptr, table_ptr, stride_table, HKV)
+    begin(EARLY)
     row = tl.arange(0, _ROWS)
     here = row < GROUP
     head_at = query * H + kv_head * GROUP + row
@@ -268,9 +271,9 @@ def _values_kernel(
     FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """WIDTH widths of the sum."""
-    begin(EARLY)
     GROUP: tl.constexpr = H // HKV
     kv_head, query, position, table_ptr = _place(tiles_ptr, table_ptr, stride_table, HKV)
+    begin(EARLY)
     row, d = tl.arange(0, _ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     here = row < GROUP
     head_at = query * H + kv_head * GROUP + row

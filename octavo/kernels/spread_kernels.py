@@ -35,9 +35,6 @@ def scores_kernel(
     scales: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    if EARLY:  # `early_launch.begin`
-        gdc.gdc_wait()
-        gdc.gdc_launch_dependents()
     kv_head = gl.program_id(0) % HKV
     tiles_ptr += gl.program_id(0) // HKV * 4
     query, position, sequence = gl.load(tiles_ptr), gl.load(tiles_ptr + 2), gl.load(tiles_ptr + 3)
@@ -47,6 +44,11 @@ def scores_kernel(
     first = gl.minimum(gl.program_id(1) * share, blocks)
     last = gl.minimum(first + share, blocks)
     head = query.to(gl.int64) * H + kv_head * GROUP
+    if (
+        EARLY
+    ):  # `early_launch.begin`; the kernel ahead waited for tiles and page tables, and they are written once a step
+        gdc.gdc_wait()
+        gdc.gdc_launch_dependents()
 
     row = gl.arange(0, _ROWS, gl.SliceLayout(1, left))
     place = gl.arange(0, DH, gl.SliceLayout(0, left))
@@ -132,9 +134,6 @@ def values_kernel(
     copied_weights: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     copied_moves: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
 
-    if EARLY:  # `early_launch.begin`
-        gdc.gdc_wait()
-        gdc.gdc_launch_dependents()
     kv_head = gl.program_id(0) % HKV
     tiles_ptr += gl.program_id(0) // HKV * 4
     query, position, sequence = gl.load(tiles_ptr), gl.load(tiles_ptr + 2), gl.load(tiles_ptr + 3)
@@ -165,9 +164,15 @@ def values_kernel(
     for stage in gl.static_range(STAGES - 1):
         slots = slots_of(gl.load(table_ptr + page_of(stage, position, PAGE, by_key, _KEYS)), stage, position, PAGE)
         if stage < pairs:
-            _copy(v_ptr, weights_ptr, moves_ptr, slots, stage, stage, v_tiles, w_tiles, moves, HKV, DH)
+            copy_async(v_tiles.index(stage), v_ptr + slots.to(gl.int64).expand_dims(1) * (HKV * DH))
         after = stage + STAGES - 1
         copy_async(pages.index(after % STAGES), table_ptr + page_of(after, position, PAGE, copied_pages, _KEYS))
+    if EARLY:  # `early_launch.begin`; the kernel ahead waited for tiles, pages and values
+        gdc.gdc_wait()
+        gdc.gdc_launch_dependents()
+    for stage in gl.static_range(STAGES - 1):
+        if stage < pairs:
+            _copy_weights(weights_ptr, moves_ptr, stage, stage, w_tiles, moves)
         ampere.async_copy.commit_group()
     total = gl.zeros([_ROWS, 1], gl.float32, mma)
     even = gl.zeros([_ROWS, WIDTH // 2 if FP8 else WIDTH], gl.float32, mma)  # FP8: even widths, else all
@@ -178,7 +183,8 @@ def values_kernel(
         ahead = pair + STAGES - 1
         if ahead < pairs:
             slots = slots_of(pages.index(ahead % STAGES).load(by_key), ahead, position, PAGE)
-            _copy(v_ptr, weights_ptr, moves_ptr, slots, ahead, ahead % STAGES, v_tiles, w_tiles, moves, HKV, DH)
+            copy_async(v_tiles.index(ahead % STAGES), v_ptr + slots.to(gl.int64).expand_dims(1) * (HKV * DH))
+            _copy_weights(weights_ptr, moves_ptr, ahead, ahead % STAGES, w_tiles, moves)
             after = ahead + STAGES - 1
             copy_async(pages.index(after % STAGES), table_ptr + page_of(after, position, PAGE, copied_pages, _KEYS))
         ampere.async_copy.commit_group()
@@ -207,11 +213,8 @@ def values_kernel(
 
 
 @gluon.jit
-def _copy(
-    v_ptr, weights_ptr, moves_ptr, slots, pair, stage, v_tiles, w_tiles, moves, HKV: gl.constexpr, DH: gl.constexpr
-):
-    """Start the copies of two blocks."""
-    copy_async(v_tiles.index(stage), v_ptr + slots.to(gl.int64).expand_dims(1) * (HKV * DH))
+def _copy_weights(weights_ptr, moves_ptr, pair, stage, w_tiles, moves):
+    """Start the copies of two blocks' weights and of what these move the sums by."""
     copy_async(w_tiles.index(stage), weights_ptr + pair * _KEYS)
     copy_async(moves.index(stage), moves_ptr + pair * 8)
 

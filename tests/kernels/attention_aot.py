@@ -50,6 +50,7 @@ def compiled(kernel, signature, constants, source_class=ASTSource, **options):
     counts = {text: result.asm["ptx"].count(text) for text in WANTED}
     together = sorted({int(width) for width in re.findall(r"kWidth = (\d+)", result.asm["ttgir"])})
     counts |= {"first": first_steps(result.asm["ptx"]), "together": together}
+    counts["early"] = re.findall(r"griddepcontrol\.\w+", result.asm["ptx"])
     return counts | {"stack": stack_bytes(result.asm["cubin"]), "shared": result.metadata.shared}
 
 

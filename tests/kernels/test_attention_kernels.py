@@ -80,7 +80,9 @@ def test_every_kernel_compiles_for_hopper():
         most = {"decode": 64 if "few" in name else 1024, "gradients_kv": 192}.get(kind, 64)
         assert counts["stack"] <= most, (name, counts)
         assert counts["shared"] <= 227 * 1024, (name, counts)
-        assert (counts["first"][:2] == WAITS_AND_LETS_START) == (kind in ("heads", "codes", "spread")), (name, counts)
+        assert (counts["first"][:2] == WAITS_AND_LETS_START) == (kind in ("heads", "codes")), (name, counts)
+        if kind == "spread":  # which first find what the kernel ahead does not write
+            assert counts["early"] == WAITS_AND_LETS_START, (name, counts)
         assert counts["atom"] == (1 if name.startswith("heads fp8") else 0), (name, counts)
 
 
