@@ -2,8 +2,8 @@
 
 Triton waits for each product of scores before it goes on, and has every thread fetch the scales of its own keys. Here a
 warp brings keys, values (TMA) and their scales to shared memory for two groups of four warps with 64 rows each; a group
-works out the weights of a block while the tensor cores add up the block before and score the one after. Blocks of keys
-that not every row sees come last, one step after another.
+works out the weights of a block while the tensor cores add up the block before and score the one after. Keys come a
+block ahead of values. Blocks of keys that not every row sees come last, one step after another.
 
 Codes come as FP16: a group's products would else convert them again for each 128 rows.
 """
@@ -31,10 +31,10 @@ WIDTHS = (64, 128)
 """Head widths that the kernel takes."""
 ROWS = 128
 """Of a tile, for both groups."""
-STAGES = 3
-"""Blocks of keys in shared memory."""
-REGISTERS = 232
-"""Of a thread of the second group; of the first, what is left."""
+STAGES = 4
+"""Blocks of keys and of values in shared memory, 3 at least; of width 128 at most 5."""
+REGISTERS = 240
+"""Of a thread of the second group; the first gets what is left, as many."""
 _KV_BLOCK = constexpr(KV_BLOCK)
 _LN_2 = constexpr(0.6931471805599453)
 _ONE_BITS = constexpr(0x3F800000)
@@ -114,8 +114,11 @@ def prefill_attention_kernel(
     num_blocks = gl.maximum(gl.cdiv(first_position + num_queries, _KV_BLOCK), 1)  # a tile may have no queries
 
     tile: gl.constexpr = [STAGES, _KV_BLOCK, DH]
-    q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, 64, DH], k_desc.layout)
     clean = gl.allocate_shared_memory(k_desc.dtype, [2, _KV_BLOCK, DH], v_desc.layout)
+    if SCALED:
+        q_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, 64, DH], k_desc.layout)
+    else:
+        q_tiles = clean  # on their way to registers, of which those with scales have none left
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, k_desc.layout)
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, tile, v_desc.layout)
     if SCALED:
@@ -127,17 +130,15 @@ def prefill_attention_kernel(
         v_scales = v_tiles
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         hopper.mbarrier.init(k_full.index(stage), count=1)
         hopper.mbarrier.init(v_full.index(stage), count=1)
-        hopper.mbarrier.init(k_empty.index(stage), count=2)
-        hopper.mbarrier.init(v_empty.index(stage), count=2)
+        hopper.mbarrier.init(empty.index(stage), count=2)
     # fmt: off
     pointers = q_ptr, out_ptr, logsumexp_ptr
     where = first_query, num_queries, first_position, kv_head, num_blocks, factor
-    shared = k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty
+    shared = k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, empty
     gl.warp_specialize([
         (_attend, (pointers, where, q_tiles.index(0), clean.index(0), shared, H // HKV, H, DH, SCALED, STAGES, 0)),
         (_attend, (pointers, where, q_tiles.index(1), clean.index(1), shared, H // HKV, H, DH, SCALED, STAGES, 1)),
@@ -152,27 +153,44 @@ def _fetch(
     k_desc, v_desc, k_scale_ptr, v_scale_ptr, origin, num_keys, kv_head, num_blocks, shared, HKV: gl.constexpr,
     DH: gl.constexpr, SCALED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: fills stages in order, each when both groups have done with what was there."""
-    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
-    two: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    """One warp: fills stages in order, keys (with the scales of both) a block ahead of values. Both groups say when
+    they have done with a block's keys and scales and the values before them: what comes STAGES later may come."""
+    v_tiles, v_full, empty = shared[1], shared[5], shared[6]
+    where = origin, num_keys, kv_head
+    _fetch_keys(k_desc, k_scale_ptr, v_scale_ptr, where, 0, shared, HKV, DH, SCALED, STAGES)
     for block in range(0, num_blocks):
-        stage, turn = block % STAGES, block // STAGES & 1
-        key = origin + block * _KV_BLOCK
-        hopper.mbarrier.wait(k_empty.index(stage), turn ^ 1)
-        if SCALED:
-            last = gl.maximum(num_keys - 1, 0)
-            at = origin + gl.minimum(block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, two), last)
-            at = at.to(gl.int64) * HKV + kv_head
-            copy_async(k_scales.index(stage), k_scale_ptr + at)
-            ampere.async_copy.mbarrier_arrive(k_full.index(stage))
-        hopper.mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        tma_load(k_desc, [key, kv_head * DH], k_full.index(stage), k_tiles.index(stage))
-        hopper.mbarrier.wait(v_empty.index(stage), turn ^ 1)
-        if SCALED:
-            copy_async(v_scales.index(stage), v_scale_ptr + at)
-            ampere.async_copy.mbarrier_arrive(v_full.index(stage))
+        stage, turn = _place(block + 1, STAGES)
+        hopper.mbarrier.wait(empty.index(stage), turn ^ 1)
+        if block + 1 < num_blocks:
+            _fetch_keys(k_desc, k_scale_ptr, v_scale_ptr, where, block + 1, shared, HKV, DH, SCALED, STAGES)
+        stage, turn = _place(block, STAGES)
         hopper.mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        tma_load(v_desc, [key, kv_head * DH], v_full.index(stage), v_tiles.index(stage))
+        tma_load(v_desc, [origin + block * _KV_BLOCK, kv_head * DH], v_full.index(stage), v_tiles.index(stage))
+
+
+@gluon.jit
+def _fetch_keys(
+    k_desc, k_scale_ptr, v_scale_ptr, where, block, shared, HKV: gl.constexpr, DH: gl.constexpr, SCALED: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, empty = shared
+    origin, num_keys, kv_head = where
+    stage, turn = _place(block, STAGES)
+    if SCALED:
+        key = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, gl.BlockedLayout([2], [32], [1], [0]))
+        at = (origin + gl.minimum(key, gl.maximum(num_keys - 1, 0))).to(gl.int64) * HKV + kv_head
+        copy_async(k_scales.index(stage), k_scale_ptr + at)
+        copy_async(v_scales.index(stage), v_scale_ptr + at)
+        ampere.async_copy.mbarrier_arrive(k_full.index(stage))
+    hopper.mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+    tma_load(k_desc, [origin + block * _KV_BLOCK, kv_head * DH], k_full.index(stage), k_tiles.index(stage))
+
+
+@gluon.jit
+def _place(block, STAGES: gl.constexpr):
+    """Stage of a block, and which of the two phases of the stage's barriers is its own."""
+    block = gl.to_tensor(block).to(gl.uint32)  # the division of a number without sign is shorter
+    return (block % STAGES).to(gl.int32), (block // STAGES & 1).to(gl.int32)
 
 
 @gluon.jit
@@ -183,7 +201,7 @@ def _attend(
     """Four warps: 64 rows of the tile from start to end."""
     q_ptr, out_ptr, logsumexp_ptr = pointers
     first_query, num_queries, first_position, kv_head, num_blocks, factor = where
-    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
+    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, empty = shared
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, DH, 16])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -196,8 +214,12 @@ def _attend(
     if SCALED:
         q = half(q.to(gl.float32))
     q_tile.store(q)
-    hopper.fence_async_shared()
-    thread_barrier()
+    if SCALED:
+        hopper.fence_async_shared()
+        thread_barrier()
+        queries = q_tile
+    else:
+        queries = q_tile.load(gl.DotOperandLayout(0, layout, 2))
 
     row = PART * 64 + gl.arange(0, 64, by_row)
     query = row // GROUP
@@ -208,33 +230,32 @@ def _attend(
     unit = 0.0 if SCALED else 1.0
     acc = gl.zeros([64, DH], gl.float32, wide)
     num_full = gl.minimum((first_position + 1) // _KV_BLOCK, num_blocks - 1)  # that every row sees whole
-    hopper.mbarrier.wait(k_full.index(0), 0)
-    scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[_scores(q_tile, k_tiles.index(0), layout)])
+    scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[_start_scores(queries, 0, shared, STAGES, layout)])
     if num_full > 0:  # weights of a block and scores of the next, while the last are added and the ones after scored
-        coming = _start_scores(q_tile, 1, shared, STAGES, layout)
+        coming = _start_scores(queries, 1, shared, STAGES, layout)
         largest, total, moved, unit, weights = _weights(
             scores, largest, total, unit, factor, 0, shared, SCALED, STAGES, wide
         )
+        hopper.mbarrier.wait(v_full.index(0), 0)
         scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
+        hopper.mbarrier.arrive(empty.index(0), count=1)
         state = scores, weights, acc, moved, largest, total, unit
         for pair in range(0, (num_full - 1) // 2):  # two blocks, whose scores take turns in the registers
-            state = _step(state, q_tile, factor, 2 * pair, shared, SCALED, STAGES, layout, wide)
-            state = _step(state, q_tile, factor, 2 * pair + 1, shared, SCALED, STAGES, layout, wide)
+            state = _step(state, queries, factor, 2 * pair, shared, SCALED, STAGES, layout, wide)
+            state = _step(state, queries, factor, 2 * pair + 1, shared, SCALED, STAGES, layout, wide)
         if num_full % 2 == 0:
-            state = _step(state, q_tile, factor, num_full - 2, shared, SCALED, STAGES, layout, wide)
+            state = _step(state, queries, factor, num_full - 2, shared, SCALED, STAGES, layout, wide)
         scores, weights, acc, moved, largest, total, unit = state
         acc = _start_sum(weights, acc, num_full - 1, shared, STAGES)
         acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-        hopper.mbarrier.arrive(v_empty.index((num_full - 1) % STAGES), count=1)
 
     unit = gl.zeros([64], gl.float32, by_row) + unit
     for block in range(num_full, num_blocks):
-        stage, turn = block % STAGES, block // STAGES & 1
+        stage, turn = _place(block, STAGES)
+        hopper.mbarrier.wait(v_full.index(stage), turn)
         factors = _factors(factor, k_scales, stage, layout, SCALED)
-        hopper.mbarrier.arrive(k_empty.index(stage), count=1)
         key = block * _KV_BLOCK + gl.arange(0, _KV_BLOCK, gl.SliceLayout(0, layout))
         visible = key.expand_dims(0) <= position.expand_dims(1)
-        hopper.mbarrier.wait(v_full.index(stage), turn)
         broken = _clean(
             v_tiles.index(stage), v_scales, stage, clean, first_position + num_queries - block * _KV_BLOCK,
             DH, SCALED, layout, copied,
@@ -253,11 +274,9 @@ def _attend(
         moved = gl.convert_layout(moved, gl.SliceLayout(1, wide))
         acc = hopper.warpgroup_mma(weights, clean, acc * moved.expand_dims(1), is_async=True)
         acc = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-        hopper.mbarrier.arrive(v_empty.index(stage), count=1)
+        hopper.mbarrier.arrive(empty.index(stage), count=1)
         if block + 1 < num_blocks:
-            after = (block + 1) % STAGES
-            hopper.mbarrier.wait(k_full.index(after), (block + 1) // STAGES & 1)
-            coming = _scores(q_tile, k_tiles.index(after), layout)
+            coming = _start_scores(queries, block + 1, shared, STAGES, layout)
             scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming])
 
     total *= _UNIT
@@ -273,27 +292,22 @@ def _attend(
 
 @gluon.jit
 def _step(
-    state, q_tile, factor, block, shared, SCALED: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    state, q, factor, block, shared, SCALED: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
     wide: gl.constexpr,
 ):  # fmt: skip
     """The sum with a block's values and the scores of the block after next, while the next one's weights are found."""
-    v_empty = shared[7]
+    v_full, empty = shared[5], shared[6]
     scores, weights, acc, moved, largest, total, unit = state
     acc = _start_sum(weights, acc, block, shared, STAGES)
-    coming = _start_scores(q_tile, block + 2, shared, STAGES, layout)
+    coming = _start_scores(q, block + 2, shared, STAGES, layout)
     largest, total, moved, unit, weights = _weights(
         scores, largest, total, unit, factor, block + 1, shared, SCALED, STAGES, wide
     )
+    stage, turn = _place(block + 1, STAGES)
+    hopper.mbarrier.wait(v_full.index(stage), turn)  # here, lest weights be worked out after the products
     scores, acc, weights = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[coming, acc, weights])
-    hopper.mbarrier.arrive(v_empty.index(block % STAGES), count=1)
+    hopper.mbarrier.arrive(empty.index(stage), count=1)
     return scores, weights, acc * moved.expand_dims(1), moved, largest, total, unit
-
-
-@gluon.jit
-def _scores(q_tile, k_tile, layout: gl.constexpr):
-    """q . K^T of 64 rows and a block, left to run."""
-    zeros = gl.zeros([64, _KV_BLOCK], gl.float32, layout)
-    return hopper.warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -306,19 +320,20 @@ def _factors(factor, k_scales, stage, layout: gl.constexpr, SCALED: gl.constexpr
 
 
 @gluon.jit
-def _start_scores(q_tile, block, shared, STAGES: gl.constexpr, layout: gl.constexpr):
-    """Have the scores of a block run."""
-    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
-    hopper.mbarrier.wait(k_full.index(block % STAGES), block // STAGES & 1)
-    return _scores(q_tile, k_tiles.index(block % STAGES), layout)
+def _start_scores(q, block, shared, STAGES: gl.constexpr, layout: gl.constexpr):
+    """Have the scores of a block run, q . K^T of 64 rows."""
+    k_tiles, k_full = shared[0], shared[4]
+    stage, turn = _place(block, STAGES)
+    zeros = gl.zeros([64, _KV_BLOCK], gl.float32, layout)
+    hopper.mbarrier.wait(k_full.index(stage), turn)
+    return hopper.warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _start_sum(weights, acc, block, shared, STAGES: gl.constexpr):
-    """Have the sum with a block's values run."""
-    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
-    hopper.mbarrier.wait(v_full.index(block % STAGES), block // STAGES & 1)
-    return hopper.warpgroup_mma(weights, v_tiles.index(block % STAGES), acc, is_async=True)
+    """Have the sum with a block's values run, which are there."""
+    stage, turn = _place(block, STAGES)
+    return hopper.warpgroup_mma(weights, shared[1].index(stage), acc, is_async=True)
 
 
 @gluon.jit
@@ -326,14 +341,12 @@ def _weights(
     scores, largest, total, unit, factor, block, shared, SCALED: gl.constexpr, STAGES: gl.constexpr, wide: gl.constexpr
 ):
     """The weights of a block that every row sees whole, what they move the sum by, and the new state of the rows."""
-    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, k_empty, v_empty = shared
+    k_tiles, v_tiles, k_scales, v_scales, k_full, v_full, empty = shared
     layout: gl.constexpr = scores.type.layout
-    stage = block % STAGES
+    stage, turn = _place(block, STAGES)
     factors = _factors(factor, k_scales, stage, layout, SCALED)
-    hopper.mbarrier.arrive(k_empty.index(stage), count=1)
     largest, total, moved, p = _exponentials(scores * factors, largest, total)
     if SCALED:
-        hopper.mbarrier.wait(v_full.index(stage), block // STAGES & 1)
         v_scale = v_scales.index(stage).load(gl.SliceLayout(0, layout))
         grown = gl.maximum(unit, gl.max(v_scale, 0))  # which drops NaN
         p = p * (v_scale * inverse_power(grown)).expand_dims(0)
