@@ -31,7 +31,7 @@ WIDTHS = (64, 128)
 """Head widths that the kernel takes."""
 ROWS = 128
 """Of a tile, for both groups."""
-STAGES = 4
+STAGES = 3
 """Blocks of keys and of values in shared memory, 3 at least; of width 128 at most 5."""
 REGISTERS = 240
 """Of a thread of the second group; the first gets what is left, as many."""
