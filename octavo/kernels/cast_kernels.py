@@ -174,7 +174,8 @@ def scaled_kernel(
             scale = tl.load(scale_ptr)
         else:
             scale = scale_from_bits(tl.load(bits_ptr + row_group + column_group), POWER_OF_TWO)
-            tl.store(scale_ptr + row_group + column_group * stride_s, scale)
+            if begins_rows & begins_columns:  # one program for each projection
+                tl.store(scale_ptr + row_group + column_group * stride_s, scale)
         if COUNT:
             limit = 448.0 * scale
             beyond = _num_beyond(w0, limit) + _num_beyond(w1, limit) + _num_beyond(w2, limit) + _num_beyond(w3, limit)

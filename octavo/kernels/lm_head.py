@@ -1,4 +1,4 @@
-"""lm_head on a GPU, by tiles of the vocabulary: what `kernels.logprobs` needs of the logits, without holding them.
+"""lm_head on a GPU, by tiles of the vocabulary: what `kernels.logprobs` needs of FP32 logits, which are not held.
 
 A logit is one chain of BF16 products over ascending K, whatever the tile. A tile of 256 words sums its weights as
 integers of 2**-23 below its own largest logit; the sums of tiles, rounded to multiples of 2**-34 below the row's
@@ -8,19 +8,22 @@ and that of stored logits (`logsumexp_of`, for the sampler) is that of `softmax_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.e4m3 import round_bf16
 from octavo.kernels.early_launch import begin, early_launch
 from octavo.kernels.triton_shim import INTERPRETED, constexpr, require_triton, tl, triton
 
 GRAD_LOGITS_PER_CHUNK = 2**27
-"""Gradients of logits that a backward pass holds at once, in BF16: 256 MiB."""
+"""Gradients of logits that a backward pass multiplies at once, in BF16: 256 MiB."""
 MIN_GRAD_COLUMNS = 2048
 """Words of such a chunk, however many tokens there are."""
+KeptWeights = tuple[Tensor, Tensor]
+"""[T * V] bf16, the softmax weights of every tile relative to its largest logit, a matrix [T, words] for each of the
+backward's chunks, one after the other; and those logits, [tiles, T] fp32."""
 BLOCK_V = 256
 """Words of a vocabulary tile."""
 BLOCK_K = 64
@@ -29,16 +32,18 @@ UNFUSED = {"enable_fp_fusion": False}
 _BLOCK_V, _BLOCK_K = constexpr(BLOCK_V), constexpr(BLOCK_K)
 _ROW_BLOCKS = constexpr(16)
 """Row blocks that sweep the vocabulary together, so that L2 serves them."""
-_LOG2_E = constexpr(1.4426950408889634)
+LOG2_E = constexpr(1.4426950408889634)
 _ONE_BITS = constexpr(0x3F800000)
 """1.0 in FP32."""
 _LOWEST = constexpr(-3.4028234663852886e38)
 """Stands for words beyond the vocabulary; minus infinity times a weight of 0 would be NaN."""
 _CURE = constexpr(INTERPRETED)
-"""Triton's interpreter multiplies the raw bits of BF16."""
+"""Triton's interpreter multiplies the raw bits of BF16, and takes seconds for a reduction that is not its own."""
 
 
-def softmax_sums(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_sums(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor, KeptWeights | None]:
     """What log-probabilities need, in 12 bytes a token and tile.
 
     Args:
@@ -46,23 +51,32 @@ def softmax_sums(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: fl
         weight: [V, D] bf16.
         tokens: [T] int64, the chosen ones.
         temperature: divides the logits: a product with its FP32 reciprocal.
+        keep: what the backward makes gradients of, so that it need not multiply again (`kernels.lm_head_gradients`).
 
     Returns:
-        chosen logits [T] fp32, NaN for a token beyond the vocabulary; logsumexp [T] float64; entropy [T] fp32.
+        chosen logits [T] fp32, NaN for a token beyond the vocabulary; logsumexp [T] float64; entropy [T] fp32; and
+        what is kept, if anything.
     """
     T, V = len(hidden), len(weight)
     chosen = torch.full((T,), torch.nan, device=hidden.device)
+    kept = torch.empty(T * V, dtype=torch.bfloat16, device=hidden.device) if keep else None
     sums = _empty_sums(T, V, hidden.device)
     if T:
-        _launch(_sums_kernel, hidden, weight, temperature, tokens, chosen, *sums)
-    return chosen, *combined(*sums)
+        weights, columns = chosen if kept is None else kept, chunk_columns(T)
+        launch(_sums_kernel, hidden, weight, temperature, tokens, chosen, *sums, weights, columns, KEEP=keep)
+    return chosen, *combined(*sums), None if kept is None else (kept, sums[0])
+
+
+def chunk_columns(num_rows: int) -> int:
+    """Words of the vocabulary that the backward of so many tokens multiplies at once; whole tiles."""
+    return max(GRAD_LOGITS_PER_CHUNK // max(num_rows, 1) // BLOCK_V * BLOCK_V, MIN_GRAD_COLUMNS)
 
 
 def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """[T, D] bf16, [V, D] bf16 -> [T, V] fp32, those that `softmax_sums` sees."""
     logits = torch.empty(len(hidden), len(weight), device=hidden.device)
     if len(hidden):
-        _launch(_logits_kernel, hidden, weight, temperature, logits, persistent=False, **early_launch(hidden))
+        launch(_logits_kernel, hidden, weight, temperature, logits, persistent=False, **early_launch(hidden))
     return logits
 
 
@@ -84,57 +98,17 @@ def sums_of(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return sums
 
 
-def gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    tokens: Tensor,
-    logsumexp: Tensor,
-    grad: Tensor,
-    temperature: float,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden [T, D], in bf16, and of the weight [V, D], in fp32, by chunks of the vocabulary.
-
-    Args:
-        hidden, weight, tokens, temperature: as in `softmax_sums`.
-        logsumexp: [T] float64, from there.
-        grad: [T] fp32, of the log-probabilities, over the temperature.
-        needs: whether each of the two is wanted.
-    """
-    T, V = len(hidden), len(weight)
-    grad_hidden = torch.zeros(hidden.shape, device=hidden.device) if needs[0] else None
-    grad_weight = torch.zeros(weight.shape, device=hidden.device) if needs[1] else None
-    columns = max(GRAD_LOGITS_PER_CHUNK // max(T, 1) // BLOCK_V * BLOCK_V, MIN_GRAD_COLUMNS)
-    for start in range(0, V if T else 0, columns):
-        words = slice(start, start + columns)
-        grad_logits = grad_logits_of(hidden, weight[words], tokens - start, logsumexp, grad, temperature)
-        if grad_hidden is not None:
-            torch.addmm(grad_hidden, grad_logits, weight[words], out_dtype=torch.float32, out=grad_hidden)
-        if grad_weight is not None:
-            torch.mm(grad_logits.T, hidden, out_dtype=torch.float32, out=grad_weight[words])
-    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
-
-
-def grad_logits_of(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, logsumexp: Tensor, grad: Tensor, temperature: float
-) -> Tensor:
-    """(onehot - softmax) * grad [T, C] bf16 over the C words of `weight`, tokens counted from the first of them."""
-    grad_logits = torch.empty(len(hidden), len(weight), dtype=torch.bfloat16, device=hidden.device)
-    _launch(_grad_logits_kernel, hidden, weight, temperature, tokens, logsumexp.float(), grad, grad_logits)
-    return grad_logits
-
-
 def configuration(num_rows: int) -> tuple[int, int, int]:
     """Rows of a tile, warps, pipeline stages of the kernels that multiply. The bits are the same for any."""
     return (64, 4, 5) if num_rows <= 64 else (128, 8, 4)
 
 
-def _launch(
+def launch(
     kernel: Any,
     hidden: Tensor,
     weight: Tensor,
     temperature: float,
-    *arguments: Tensor,
+    *arguments: Tensor | int,
     persistent: bool = True,
     **options: Any,
 ) -> None:
@@ -198,22 +172,27 @@ def combined(largest: Tensor, weights: Tensor, moments: Tensor) -> tuple[Tensor,
 @triton.jit(do_not_specialize=["T"])
 def _sums_kernel(
     hidden, weight, T, V, D, inverse_temperature, tokens_ptr, chosen_ptr, largest_ptr, weights_ptr, moments_ptr,
-    BLOCK_T: tl.constexpr,
+    kept_ptr, columns, BLOCK_T: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Softmax sums of every row and tile, and each row's chosen logit from the tile that holds it."""
-    for tile in tl.range(tl.program_id(0), _num_tiles(T, V, BLOCK_T), tl.num_programs(0), flatten=True):
-        row_block, vocabulary_tile = _place(tile, T, V, BLOCK_T)
+    for tile in tl.range(tl.program_id(0), num_tiles(T, V, BLOCK_T), tl.num_programs(0), flatten=True):
+        row_block, vocabulary_tile = place(tile, T, V, BLOCK_T)
         rows = row_block * BLOCK_T + tl.arange(0, BLOCK_T)
         words = vocabulary_tile * _BLOCK_V + tl.arange(0, _BLOCK_V)
-        logits = _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
+        logits = multiply(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
         token = tl.load(tokens_ptr + rows, mask=rows < T, other=-1).to(tl.int32)  # 64 bits would spill
         here = (token >= vocabulary_tile * _BLOCK_V) & (token < tl.minimum((vocabulary_tile + 1) * _BLOCK_V, V))
         if tl.max(here.to(tl.int32), axis=0) > 0:
             chosen = tl.sum(tl.where(words[None, :] == token[:, None], logits, 0.0), axis=1)
             tl.store(chosen_ptr + rows, chosen, mask=here)
-        if (vocabulary_tile + 1) * _BLOCK_V > V:
-            logits = tl.where(words[None, :] < V, logits, _LOWEST)
-        _store_sums(logits, rows, vocabulary_tile, T, largest_ptr, weights_ptr, moments_ptr)
+        largest, below, weights = tile_weights(within_vocabulary(logits, words, vocabulary_tile, V))
+        _store_sums(largest, below, weights, rows, vocabulary_tile, T, largest_ptr, weights_ptr, moments_ptr)
+        if KEEP:
+            first = vocabulary_tile * _BLOCK_V // columns * columns
+            chunk_ptr, chunk_tile = kept_ptr + first.to(tl.int64) * T, vocabulary_tile - first // _BLOCK_V
+            store_tile(
+                chunk_ptr, round_bf16(weights), row_block, chunk_tile, T, tl.minimum(columns, V - first), BLOCK_T
+            )
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -222,28 +201,9 @@ def _logits_kernel(
 ):  # fmt: skip
     """A tile of logits [T, V]. One a program: to store it takes the shared memory that a next tile would fill."""
     begin(EARLY)
-    row_block, vocabulary_tile = _place(tl.program_id(0), T, V, BLOCK_T)
-    logits = _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
-    _store_tile(logits_ptr, logits, row_block, vocabulary_tile, T, V, BLOCK_T)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _grad_logits_kernel(
-    hidden, weight, T, V, D, inverse_temperature, tokens_ptr, logsumexp_ptr, grad_ptr, grad_logits_ptr,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """(onehot - softmax) * grad [T, V] bf16; V words of the vocabulary, tokens counted from the first of them."""
-    for tile in tl.range(tl.program_id(0), _num_tiles(T, V, BLOCK_T), tl.num_programs(0), flatten=True):
-        row_block, vocabulary_tile = _place(tile, T, V, BLOCK_T)
-        rows = row_block * BLOCK_T + tl.arange(0, BLOCK_T)
-        words = vocabulary_tile * _BLOCK_V + tl.arange(0, _BLOCK_V)
-        logits = _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
-        token = tl.load(tokens_ptr + rows, mask=rows < T, other=-1).to(tl.int32)  # 64 bits would spill
-        logsumexp = tl.load(logsumexp_ptr + rows, mask=rows < T, other=0.0)
-        grad = tl.load(grad_ptr + rows, mask=rows < T, other=0.0)
-        p = tl.exp2((logits - logsumexp[:, None]) * _LOG2_E)
-        grad_logits = tl.where(words[None, :] == token[:, None], 1.0 - p, -p) * grad[:, None]
-        _store_tile(grad_logits_ptr, grad_logits, row_block, vocabulary_tile, T, V, BLOCK_T)
+    row_block, vocabulary_tile = place(tl.program_id(0), T, V, BLOCK_T)
+    logits = multiply(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T) * inverse_temperature
+    store_tile(logits_ptr, logits, row_block, vocabulary_tile, T, V, BLOCK_T)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -257,7 +217,8 @@ def _row_sums_kernel(
     words = vocabulary_tile * _BLOCK_V + tl.arange(0, _BLOCK_V)
     at = rows[:, None].to(tl.int64) * V + words[None, :]
     logits = tl.load(logits_ptr + at, mask=(rows[:, None] < T) & (words[None, :] < V), other=_LOWEST)
-    _store_sums(logits, rows, vocabulary_tile, T, largest_ptr, weights_ptr, moments_ptr)
+    largest, below, weights = tile_weights(logits)
+    _store_sums(largest, below, weights, rows, vocabulary_tile, T, largest_ptr, weights_ptr, moments_ptr)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -297,12 +258,13 @@ def _tiles_of_rows(first, rows, T, num_tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def _num_tiles(T, V, BLOCK_T: tl.constexpr):
+def num_tiles(T, V, BLOCK_T: tl.constexpr):
+    """Of BLOCK_T rows and a vocabulary tile each."""
     return tl.cdiv(T, BLOCK_T) * tl.cdiv(V, _BLOCK_V)
 
 
 @triton.jit
-def _place(tile, T, V, BLOCK_T: tl.constexpr):
+def place(tile, T, V, BLOCK_T: tl.constexpr):
     """Row block and vocabulary tile of the tile-th: a group of row blocks sweeps the vocabulary, then the next."""
     tiles_per_group = _ROW_BLOCKS * tl.cdiv(V, _BLOCK_V)
     first = tile // tiles_per_group * _ROW_BLOCKS
@@ -312,7 +274,7 @@ def _place(tile, T, V, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T: tl.constexpr):
+def multiply(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T: tl.constexpr):
     """hidden . W^T of a tile [BLOCK_T, _BLOCK_V] fp32, ascending K; zeros beyond either matrix."""
     product = tl.zeros([BLOCK_T, _BLOCK_V], tl.float32)
     for k in range(0, D, _BLOCK_K):
@@ -325,7 +287,8 @@ def _product(hidden, weight, row_block, vocabulary_tile, D, BLOCK_T: tl.constexp
 
 
 @triton.jit
-def _store_tile(ptr, values, row_block, vocabulary_tile, T, V, BLOCK_T: tl.constexpr):
+def store_tile(ptr, values, row_block, vocabulary_tile, T, V, BLOCK_T: tl.constexpr):
+    """What lies within [T, V], in the dtype of the memory."""
     rows = row_block * BLOCK_T + tl.arange(0, BLOCK_T)
     words = vocabulary_tile * _BLOCK_V + tl.arange(0, _BLOCK_V)
     at = rows[:, None].to(tl.int64) * V + words[None, :]
@@ -333,16 +296,32 @@ def _store_tile(ptr, values, row_block, vocabulary_tile, T, V, BLOCK_T: tl.const
 
 
 @triton.jit
-def _store_sums(logits, rows, vocabulary_tile, T, largest_ptr, weights_ptr, moments_ptr):
-    """Of each row: largest logit, weights exp(logit - largest) in units of 2**-23, sum of weight * that difference."""
-    largest = tl.reduce(logits, 1, _larger)
+def within_vocabulary(logits, words, vocabulary_tile, V):
+    """Logits of a tile, the lowest number for words beyond the vocabulary."""
+    if (vocabulary_tile + 1) * _BLOCK_V > V:
+        logits = tl.where(words[None, :] < V, logits, _LOWEST)
+    return logits
+
+
+@triton.jit
+def tile_weights(logits):
+    """Of each row of a tile: largest logit, logit - largest, exp of that."""
+    if _CURE:
+        largest = tl.max(logits, axis=1)
+    else:
+        largest = tl.reduce(logits, 1, _larger)
     below = logits - largest[:, None]
-    weights = tl.exp2(below * _LOG2_E)
-    units = (weights + 1.0).to(tl.int32, bitcast=True) - _ONE_BITS  # numbers in [1, 2] are multiples of 2**-23
+    return largest, below, tl.exp2(below * LOG2_E)
+
+
+@triton.jit
+def _store_sums(largest, below, weights, rows, vocabulary_tile, T, largest_ptr, weights_ptr, moments_ptr):
+    """Of each row: largest logit, weights in units of 2**-23, sum of weight * difference to the largest."""
     at = vocabulary_tile.to(tl.int64) * T + rows
     tl.store(largest_ptr + at, largest, mask=rows < T)
+    tl.store(moments_ptr + at, tl.sum(weights * below, axis=1), mask=rows < T)  # first: fewer registers spill
+    units = (weights + 1.0).to(tl.int32, bitcast=True) - _ONE_BITS  # numbers in [1, 2] are multiples of 2**-23
     tl.store(weights_ptr + at, tl.sum(units, axis=1), mask=rows < T)
-    tl.store(moments_ptr + at, tl.sum(weights * below, axis=1), mask=rows < T)
 
 
 @triton.jit

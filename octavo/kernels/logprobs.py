@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.kernels import lm_head
 from octavo.kernels.device import on_gpu
 from octavo.kernels.gemm import gemm
+from octavo.kernels.lm_head_gradients import gradients, kept_bytes
 from octavo.kernels.operands import Operand, grid_operand
 from octavo.numerics.exact import UNIT_BITS, unit_grid
 
@@ -26,7 +27,7 @@ MAX_LOGITS_PER_CHUNK = 2**24
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, operand: Operand, tokens: Tensor, temperature: float
+    hidden: Tensor, weight: Tensor, operand: Operand, tokens: Tensor, temperature: float, recompute: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each chosen token, and the entropy of its distribution.
 
@@ -36,12 +37,16 @@ def token_logprobs(
         operand: lm_head prepared by `grid_operand`, in the precision that is multiplied.
         tokens: [T] int64, the chosen tokens.
         temperature: divides the logits; above 0.
+        recompute: the backward multiplies again, whatever memory there is; the same bits.
 
     Returns:
         logprobs [T] fp32, differentiable, and entropy [T] fp32 in nats, without a gradient.
     """
-    function = _TiledLogprobs if _is_tiled(operand) else _TokenLogprobs
-    return function.apply(hidden, weight, operand, tokens, temperature)
+    if not _is_tiled(operand):
+        return _TokenLogprobs.apply(hidden, weight, operand, tokens, temperature)
+    wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    keep = wants_grad and not recompute and kept_bytes(len(tokens), len(operand.values)) > 0
+    return _TiledLogprobs.apply(hidden, weight, operand, tokens, temperature, keep)
 
 
 def logits_from_hidden(hidden: Tensor, operand: Operand, temperature: float = 1.0) -> Tensor:
@@ -117,20 +122,21 @@ class _TokenLogprobs(torch.autograd.Function):
 class _TiledLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, operand: Operand, tokens: Tensor, temperature: float
+        ctx: Any, hidden: Tensor, weight: Tensor, operand: Operand, tokens: Tensor, temperature: float, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        chosen, logsumexp, entropy = lm_head.softmax_sums(hidden, operand.values, tokens, temperature)
+        chosen, logsumexp, entropy, kept = lm_head.softmax_sums(hidden, operand.values, tokens, temperature, keep)
         ctx.save_for_backward(hidden, operand.values, tokens, logsumexp)  # torch refuses a weight rewritten meanwhile
-        ctx.temperature = temperature
+        ctx.temperature, ctx.kept = temperature, kept
         ctx.mark_non_differentiable(entropy)
         return (chosen.double() - logsumexp).float(), entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, tokens, logsumexp = ctx.saved_tensors
         temperature, needs = ctx.temperature, ctx.needs_input_grad[:2]
-        found = lm_head.gradients(hidden, weight, tokens, logsumexp, grads[0] / temperature, temperature, needs)
-        return *found, None, None, None
+        kept, ctx.kept = ctx.kept, None  # is overwritten: the backward of a graph that is retained multiplies again
+        found = gradients(hidden, weight, tokens, logsumexp, grads[0] / temperature, temperature, needs, kept)
+        return *found, None, None, None, None
 
 
 def _chunks(num_rows: int, vocabulary: int) -> Iterator[slice]:

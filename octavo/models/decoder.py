@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         self.fuses = True
         """Run in fewer kernels (`models.fused`). False calls every module for an output of its own, and none again."""
         self.recompute_layers = False
-        """Keep only each layer's input for the backward, and compute the layer again there: the same bits."""
+        """Keep only each layer's input for the backward, and compute it and the logits again there: the same bits."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Decoder:
         """Whatever moves a module; the head that was kept ready lies where it was."""
@@ -258,7 +258,7 @@ class Decoder(nn.Module):
     def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability of tokens [T] given the hidden states [T, D] that predict them, and entropy, [T] fp32."""
         weight = self.embed_tokens if self.lm_head is None else self.lm_head
-        return token_logprobs(hidden, weight, self._head_operand(), tokens, temperature)
+        return token_logprobs(hidden, weight, self._head_operand(), tokens, temperature, self.recompute_layers)
 
     def _head_operand(self) -> Operand:
         source = self.embed_hp if self.lm_head is None else self.lm_head_hp

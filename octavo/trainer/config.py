@@ -207,8 +207,8 @@ class TrainerConfig:
     microbatch_tokens: int = 8192
     """Most packed tokens in one forward and backward pass."""
     recompute_layers: bool = False
-    """Keep only each layer's input for the backward pass and compute the layer again there: less memory, about a third
-    more time, the same bits."""
+    """Keep only each layer's input for the backward pass and compute the layer again there, and on a GPU lm_head's
+    logits: less memory, about a third more time, the same bits."""
     shadow_interval: int = 20
     """Steps between BF16 shadow passes, which measure over-clipping; calibration makes its own. 0 makes none."""
     require_exact: bool = True

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from octavo.kernels import lm_head
 from octavo.kernels.attention_gradients import BLOCK_BYTES, WIDTHS, blocks_of, heads_at_once
+from octavo.kernels.lm_head_gradients import kept_bytes
 from octavo.kernels.norm import BACKWARD_PROGRAMS, TILE_ELEMENTS
 from octavo.models.config import DecoderConfig
 from octavo.models.fused import PADDING, saves_both
@@ -275,7 +276,7 @@ class DecoderPass:
     longest: int | None = None
     """Tokens of its longest sequence; None: all."""
     recompute: bool = False
-    """Layers are computed again in the backward."""
+    """Layers and logits are computed again in the backward."""
     paged: bool = False
     """A prefill or decode of the engine: S sequences, each of which wants its logits."""
 
@@ -345,9 +346,9 @@ class DecoderPass:
         ledger.take(h + FP32 * T)
         if not grad:
             ledger.free(h * (2 if fused else 1) + FP32 * T + FP32 * T * self.shape.head_dim)
-        num_tiles = -(-V // lm_head.BLOCK_V)
-        ledger.take(BF16 * S * D + 3 * INT64 * S)
-        sums = 3 * FP32 * num_tiles * S
+        kept = self._kept_by_head if grad else 0
+        ledger.take(BF16 * S * D + 3 * INT64 * S + kept)
+        sums = (2 if kept else 3) * FP32 * -(-V // lm_head.BLOCK_V) * S  # the largest logits are kept with the weights
         ledger.touch(sums + FP32 * S * V if self.paged else sums)
         ledger.take((FP32 + INT64 + FP32) * S)
         ledger.free(BF16 * T * D)  # the normalised h
@@ -358,10 +359,11 @@ class DecoderPass:
         if S:
             ledger.take(FP32 * V * D)
             with ledger.holding(FP32 * S * D):
-                before, last = self._grad_logits()
+                before, last = (0, 0) if self._kept_by_head else self._grad_logits()
                 ledger.touch(before)
                 with ledger.holding(last):
                     ledger.take(BF16 * S * D)
+            ledger.free(self._kept_by_head)
             if accumulated and not self.shape.tied_embeddings:
                 ledger.free(FP32 * V * D)
             ledger.free(BF16 * S * D + (INT64 + INT64) * S)  # hidden states of the scored, tokens, logsumexp
@@ -371,10 +373,15 @@ class DecoderPass:
         ledger.touch(_gain_partials(T, D))
         ledger.free(2 * BF16 * T * D + FP32 * T)
 
+    @property
+    def _kept_by_head(self) -> int:
+        """Bytes from which the backward makes the gradients of logits, in their place; 0 where it multiplies again."""
+        return 0 if self.recompute else kept_bytes(self.num_scored, self.shape.vocab_size)
+
     def _grad_logits(self) -> tuple[int, int]:
         """Bytes of the gradients of logits: two chunks, since one ends when the next is there, and the last one."""
         S, V = self.num_scored, self.shape.vocab_size
-        columns = max(lm_head.GRAD_LOGITS_PER_CHUNK // S // lm_head.BLOCK_V * lm_head.BLOCK_V, lm_head.MIN_GRAD_COLUMNS)
+        columns = lm_head.chunk_columns(S)
         widths = [min(columns, V - start) for start in range(0, V, columns)]
         pairs = [a + b for a, b in pairwise([0, *widths])]
         return BF16 * S * max(pairs), BF16 * S * widths[-1]

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from lm_head_checks import as_operand, check_bad_rows, check_edges, check_grad_logits, check_values, problem
+from lm_head_checks import (
+    as_operand,
+    check_bad_rows,
+    check_edges,
+    check_grad_logits,
+    check_kept_grad_logits,
+    check_kept_gradients,
+    check_values,
+    problem,
+)
 
 from octavo.kernels import lm_head
 from octavo.kernels.logprobs import chosen_logprobs, logits_from_hidden, sampling_weights, token_logprobs
@@ -99,7 +108,24 @@ def test_gradients_equal_float64(shape, monkeypatch):
     ):
         error, noise = relative_error(mine, truth), relative_error(rough, truth)
         assert truth.abs().max() > 0.1 and error <= 1.5 * noise, f"{name}: error {error:.3g}, floor {noise:.3g}"
-    check_grad_logits(hidden, weight, tokens, 0.8, 20_224, limit=1.5)
+    check_grad_logits(hidden, weight, tokens, 0.8, 20_224)
+
+
+@every_temperature
+@pytest.mark.parametrize("num_tokens, shape", [(150, SHAPES["qwen3-8b"]), (2000, SHAPES["smollm2-135m"])])
+def test_gradients_from_what_the_forward_keeps(num_tokens, shape, temperature, monkeypatch):
+    given = on_gpu(num_tokens, shape)
+    monkeypatch.setattr(lm_head, "GRAD_LOGITS_PER_CHUNK", num_tokens * 20_000)
+    check_kept_grad_logits(*given, temperature)
+    check_kept_gradients(*given, temperature, monkeypatch)
+
+
+@pytest.mark.parametrize("num_tokens", [33, 200])
+def test_gradients_of_a_vocabulary_that_nothing_divides(num_tokens, monkeypatch):
+    given = on_gpu(num_tokens, (50_007, 200))
+    monkeypatch.setattr(lm_head, "GRAD_LOGITS_PER_CHUNK", num_tokens * 9_000)
+    check_kept_grad_logits(*given, 0.8)
+    check_kept_gradients(*given, 0.8, monkeypatch)
 
 
 def test_only_what_needs_a_gradient_gets_one():

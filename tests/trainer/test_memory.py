@@ -94,7 +94,8 @@ def test_layers_computed_again_keep_their_input_alone():
     tokens = {"rollout": {"prompts_per_step": 64}}
     kept, again = plan_of(QWEN3_8B, **tokens), plan_of(QWEN3_8B, **tokens, trainer={"recompute_layers": True})
     saved = [plan.phases["update"]["saved activations"] for plan in (kept, again)]
-    assert saved[0] - saved[1] == 36 * 8192 * (111_496 - 8192)
+    of_head = 2 * 8192 * 151936 + 4 * 8192 * 594  # weights of a softmax in BF16, the largest logit of each 256 words
+    assert saved[0] - saved[1] == 36 * 8192 * (111_496 - 8192) + of_head
     assert kept.held == again.held and kept.peak[0] == "update" and again.needed_bytes < kept.needed_bytes
 
 
@@ -136,9 +137,9 @@ def test_a_lent_cache_is_planned_for_the_rollout_alone():
 @pytest.mark.parametrize(
     "formats, tokens, kept, lent",
     [
-        ({"state_format": "int8", "master_format": "bf16"}, 8192, 148.8, 126.5),
-        ({"state_format": "int8"}, 4096, 148.6, 126.3),
-        ({"state_format": "int8"}, 8192, 164.8, 142.5),
+        ({"state_format": "int8", "master_format": "bf16"}, 8192, 150.8, 128.5),
+        ({"state_format": "int8"}, 4096, 149.3, 127.0),
+        ({"state_format": "int8"}, 8192, 166.8, 144.5),
     ],
 )
 def test_qwen3_8b_beside_its_reference_with_a_large_cache(formats, tokens, kept, lent):

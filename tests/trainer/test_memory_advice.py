@@ -129,10 +129,10 @@ def test_the_command_says_so_in_one_line(config_file, monkeypatch, capsys):
     line = capsys.readouterr().err.strip()
     assert (
         stop.value.code == 2
-        and line.startswith("octavo: the run needs 8.23 GiB of device='cuda', where 8.00 GiB are free: 6.75 GiB")
+        and line.startswith("octavo: the run needs 10.18 GiB of device='cuda', where 8.00 GiB are free: 8.60 GiB")
         and "\n" not in line
     )
-    assert "It fits with trainer.recompute_layers=true. Alone, trainer.recompute_layers=true saves 1." in line
+    assert "It fits with trainer.recompute_layers=true. Alone, trainer.recompute_layers=true saves 3." in line
 
 
 def test_what_the_allocator_keeps_for_itself_is_free(monkeypatch):

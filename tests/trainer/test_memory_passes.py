@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="the launchers are triton's")
 
 from cuda_dry_run import Allocations, pretend_cuda
 
-from octavo.kernels import lm_head
+from octavo.kernels import lm_head, lm_head_gradients
 from octavo.layers.attention import PackedAttention
 from octavo.layers.linear import quantized_layers
 from octavo.models.config import decoder_config
@@ -66,7 +66,7 @@ CASES = [
     ("block128", {}, "qwen2", WHOLE | UNTIED, SHORT, False),
     ("block128", {"saved_activations": "bf16"}, "qwen3", WHOLE, SHORT, False),
     ("block128", {"keep_bf16": ("lm_head", "embed_tokens", "layers.0.*", "down_proj")}, "qwen3", WHOLE, SHORT, False),
-    ("block128", {}, "qwen3", WHOLE | UNTIED | {"vocab_size": 16384}, SHORT, True),
+    *(("block128", {}, "qwen3", WHOLE | UNTIED | {"vocab_size": 16384}, SHORT, again) for again in (False, True)),
 ]
 
 
@@ -82,6 +82,23 @@ def test_forward_and_backward_hold_what_is_allocated(name, changes, family, shap
     scored(decoder, num_tokens).backward()  # makes the operands that are kept, and the gradients
     with Allocations() as allocated:
         loss = scored(decoder, num_tokens)
+        assert plan.saved_bytes == pytest.approx(allocated.live, rel=0.006)
+        loss.backward()
+    assert plan.update(accumulated=True) == pytest.approx(allocated.peak, rel=0.0015)
+
+
+def test_logits_that_are_too_many_to_keep(monkeypatch):
+    recipe, T, V = get_recipe("bf16"), SHORT, 16384
+    decoder = decoder_of(recipe, "qwen3", WHOLE | UNTIED | {"vocab_size": V})
+    plan = DecoderPass(shape=decoder.config, recipe=recipe, num_tokens=T, num_scored=T - 1, longest=LONGEST)
+    saved = plan.saved_bytes
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(lm_head, "GRAD_LOGITS_PER_CHUNK", 2**21)
+    monkeypatch.setattr(lm_head_gradients, "MAX_KEPT_BYTES", 2 * (T - 1) * V - 1)
+    assert saved - plan.saved_bytes == (T - 1) * (2 * V + 4 * V // 256)
+    scored(decoder, T).backward()
+    with Allocations() as allocated:
+        loss = scored(decoder, T)
         assert plan.saved_bytes == pytest.approx(allocated.live, rel=0.006)
         loss.backward()
     assert plan.update(accumulated=True) == pytest.approx(allocated.peak, rel=0.0015)
