@@ -307,7 +307,8 @@ def within_vocabulary(logits, words, vocabulary_tile, V):
 def tile_weights(logits):
     """Of each row of a tile: largest logit, logit - largest, exp of that."""
     if _CURE:
-        largest = tl.max(logits, axis=1)
+        spoilt = tl.max((logits != logits).to(tl.int32), axis=1) > 0
+        largest = tl.where(spoilt, float("nan"), tl.max(logits, axis=1))
     else:
         largest = tl.reduce(logits, 1, _larger)
     below = logits - largest[:, None]
