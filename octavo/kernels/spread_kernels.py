@@ -180,7 +180,7 @@ def values_kernel(
     for pair in range(0, pairs):
         ampere.async_copy.wait_group(STAGES - 2)
         thread_barrier()
-        ahead = pair + STAGES - 1
+        ahead, now = pair + STAGES - 1, pair % STAGES
         if ahead < pairs:
             slots = slots_of(pages.index(ahead % STAGES).load(by_key), ahead, position, PAGE)
             copy_async(v_tiles.index(ahead % STAGES), v_ptr + slots.to(gl.int64).expand_dims(1) * (HKV * DH))
@@ -188,11 +188,13 @@ def values_kernel(
             after = ahead + STAGES - 1
             copy_async(pages.index(after % STAGES), table_ptr + page_of(after, position, PAGE, copied_pages, _KEYS))
         ampere.async_copy.commit_group()
-        now = pair % STAGES
-        v, weights, numbers = v_tiles.index(now), w_tiles.index(now), moves.index(now)
-        total, even, odd = _add(v, weights, numbers, total, even, odd, 0, WIDTH, VECTOR, mma, FP8)
+        first = _operands(v_tiles.index(now), w_tiles.index(now), moves.index(now), 0, WIDTH, VECTOR, mma, FP8)
         if 2 * pair + 1 < blocks:
-            total, even, odd = _add(v, weights, numbers, total, even, odd, 1, WIDTH, VECTOR, mma, FP8)
+            second = _operands(v_tiles.index(now), w_tiles.index(now), moves.index(now), 1, WIDTH, VECTOR, mma, FP8)
+            total, even, odd = _add(first, total, even, odd, FP8)
+            total, even, odd = _add(second, total, even, odd, FP8)
+        else:
+            total, even, odd = _add(first, total, even, odd, FP8)
 
     total = gl.sum(total, 1) * _UNIT
     row = gl.arange(0, _ROWS, by_row)
@@ -220,20 +222,28 @@ def _copy_weights(weights_ptr, moves_ptr, pair, stage, w_tiles, moves):
 
 
 @gluon.jit
-def _add(
-    v, weights, numbers, total, even, odd, BLOCK: gl.constexpr, WIDTH: gl.constexpr, VECTOR: gl.constexpr,
-    mma: gl.constexpr, FP8: gl.constexpr,
+def _operands(
+    v, weights, numbers, BLOCK: gl.constexpr, WIDTH: gl.constexpr, VECTOR: gl.constexpr, mma: gl.constexpr,
+    FP8: gl.constexpr,
 ):  # fmt: skip
-    """Add one of the two blocks to the sums."""
+    """Of one of the two blocks: its weights, its values, which FP8 are of even and of odd widths, and what it moves."""
     left = weights.slice(BLOCK * _KV_BLOCK, _KV_BLOCK, 1).load(gl.DotOperandLayout(0, mma, 2))
     v = v.slice(BLOCK * _KV_BLOCK, _KV_BLOCK, 0)
-    moved, shifted = numbers.slice(4 * BLOCK, 1, 1).load(mma), numbers.slice(4 * BLOCK + 1, 1, 1).load(mma)
-    total = total * moved + numbers.slice(4 * BLOCK + 2, 1, 1).load(mma)
     if FP8:
         codes: gl.constexpr = gl.SwizzledSharedLayout(8, 8 * VECTOR // WIDTH, WIDTH // VECTOR, [1, 0])
         v_even, v_odd = value_operands(v, WIDTH, mma, codes)
-        even = ampere.mma_v2(left, v_even, even * shifted)
-        odd = ampere.mma_v2(left, v_odd, odd * shifted)
     else:
-        even = ampere.mma_v2(left, v.load(gl.DotOperandLayout(1, mma, 2)), even * shifted)
-    return total, even, odd
+        v_even = v.load(gl.DotOperandLayout(1, mma, 2))
+        v_odd = v_even
+    moved, shifted = numbers.slice(4 * BLOCK, 1, 1).load(mma), numbers.slice(4 * BLOCK + 1, 1, 1).load(mma)
+    return left, v_even, v_odd, moved, shifted, numbers.slice(4 * BLOCK + 2, 1, 1).load(mma)
+
+
+@gluon.jit
+def _add(operands, total, even, odd, FP8: gl.constexpr):
+    """Add a block to the sums."""
+    left, v_even, v_odd, moved, shifted, counted = operands
+    even = ampere.mma_v2(left, v_even, even * shifted)
+    if FP8:
+        odd = ampere.mma_v2(left, v_odd, odd * shifted)
+    return total * moved + counted, even, odd
