@@ -12,7 +12,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.rollout.engine import EngineConfig
 from octavo.trainer.memory import FRAGMENTATION, LIBRARY_BYTES, binary_size, rollout_bytes
 from octavo.trainer.memory_held import count_parameters, forward_bytes, master_bytes, moment_bytes
-from octavo.trainer.memory_passes import DecoderPass
+from octavo.trainer.memory_passes import DecoderPass, scored_counts
 
 CACHE_SHARE = 0.95
 """Of the bytes that are left for keys and values."""
@@ -95,17 +95,20 @@ def step_peak_bytes(config: DecoderConfig, recipe: Recipe, work: StepWork, forma
     each = max(1, work.microbatch_tokens // work.longest)  # sequences of a microbatch
     several = work.num_sequences // work.num_mini_batches > each
     num_tokens = -(-each * work.longest // TOKEN_BLOCK) * TOKEN_BLOCK
-    passes = DecoderPass(
-        shape=config,
-        recipe=recipe,
-        num_tokens=num_tokens,
-        num_scored=num_tokens,
-        longest=work.longest,
-        recompute=formats.recompute_layers,
-    )
+    passes = [
+        DecoderPass(
+            shape=config,
+            recipe=recipe,
+            num_tokens=num_tokens,
+            num_scored=num_scored,
+            longest=work.longest,
+            recompute=formats.recompute_layers,
+        )
+        for num_scored in scored_counts(num_tokens, config.vocab_size)
+    ]
     gradients = 4 * count_parameters(config)
-    update = passes.update(accumulated=several) + gradients * several
-    return _held_bytes(config, recipe, formats) + max(update, gradients + passes.forward(shadow=True))
+    update = max(one.update(accumulated=several) for one in passes) + gradients * several
+    return _held_bytes(config, recipe, formats) + max(update, gradients + passes[0].forward(shadow=True))
 
 
 def _held_bytes(config: DecoderConfig, recipe: Recipe, formats: TrainFormats) -> int:

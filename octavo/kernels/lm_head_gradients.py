@@ -42,8 +42,13 @@ _BLOCK_V = constexpr(lm_head.BLOCK_V)
 
 def kept_bytes(num_rows: int, vocabulary: int) -> int:
     """What the forward of so many tokens keeps for the backward; 0 where that multiplies again."""
-    weights = 2 * num_rows * vocabulary
-    return weights + 4 * num_rows * -(-vocabulary // lm_head.BLOCK_V) if weights <= MAX_KEPT_BYTES else 0
+    kept = 2 * vocabulary + 4 * -(-vocabulary // lm_head.BLOCK_V)
+    return num_rows * kept if num_rows <= most_kept(vocabulary) else 0
+
+
+def most_kept(vocabulary: int) -> int:
+    """Tokens whose weights a forward keeps, at most."""
+    return MAX_KEPT_BYTES // (2 * vocabulary)
 
 
 def gradients(

@@ -9,7 +9,8 @@
     optimizer      + gradients
 
 With `rollout.engine.lend_memory` the KV cache is the rollout's alone. The phases do not coincide, so the peak is the
-largest. A microbatch is taken to be full, and completions to be as long as they may be.
+largest. A microbatch is taken to be full, of as many scored tokens as take most (lm_head keeps more for fewer of them),
+and completions to be as long as they may be.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from octavo.trainer.config import TrainConfig
 from octavo.trainer.critic import critic_shape
 from octavo.trainer.memory_held import MemoryEstimate, estimate_memory, kv_cache_bytes
 from octavo.trainer.memory_linear import FP32
-from octavo.trainer.memory_passes import DecoderPass
+from octavo.trainer.memory_passes import DecoderPass, scored_counts
 from octavo.trainer.precision import declared_flow, rollout_shares_bytes
 
 GIB = 2**30
@@ -187,8 +188,9 @@ def _passes(
         recipes.append(get_recipe("bf16"))
     recompute, longest = config.trainer.recompute_layers, config.max_tokens
     policies = [
-        DecoderPass(shape=shape, recipe=recipe, num_tokens=T, num_scored=T, longest=longest, recompute=recompute)
+        DecoderPass(shape=shape, recipe=recipe, num_tokens=T, num_scored=scored, longest=longest, recompute=recompute)
         for recipe in recipes
+        for scored in scored_counts(T, shape.vocab_size)
     ]
     gradients = {"gradients": FP32 * estimate.num_parameters}
     phases = {"old_logprobs": {"forward": max(policy.forward() for policy in policies)}}

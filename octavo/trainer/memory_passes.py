@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from octavo.kernels import lm_head
 from octavo.kernels.attention_gradients import BLOCK_BYTES, WIDTHS, blocks_of, heads_at_once
-from octavo.kernels.lm_head_gradients import kept_bytes
+from octavo.kernels.lm_head_gradients import kept_bytes, most_kept
 from octavo.kernels.norm import BACKWARD_PROGRAMS, TILE_ELEMENTS
 from octavo.models.config import DecoderConfig
 from octavo.models.fused import PADDING, saves_both
@@ -385,6 +385,11 @@ class DecoderPass:
         widths = [min(columns, V - start) for start in range(0, V, columns)]
         pairs = [a + b for a, b in pairwise([0, *widths])]
         return BF16 * S * max(pairs), BF16 * S * widths[-1]
+
+
+def scored_counts(num_tokens: int, vocabulary: int) -> list[int]:
+    """Scored ones among so many tokens that may take most: all, and the most whose weights lm_head keeps."""
+    return sorted({num_tokens, min(num_tokens, most_kept(vocabulary))}, reverse=True)
 
 
 def _gain_partials(num_rows: int, width: int) -> int:

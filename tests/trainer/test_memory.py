@@ -99,6 +99,17 @@ def test_layers_computed_again_keep_their_input_alone():
     assert kept.held == again.held and kept.peak[0] == "update" and again.needed_bytes < kept.needed_bytes
 
 
+@pytest.mark.parametrize("num_scored", [32768, 21202, 21201, 16384])  # of 21,201 at most lm_head keeps its weights
+def test_a_microbatch_with_fewer_scored_tokens_fits_too(num_scored):
+    changes = {"trainer": {"microbatch_tokens": 32768}, "rollout": {"prompts_per_step": 64}}
+    config, update = from_dict(TrainConfig, {**BASE, **changes}, "test"), plan_of(QWEN3_8B, **changes).phases["update"]
+    tokens = {"num_tokens": 32768, "num_scored": num_scored, "longest": config.max_tokens}
+    actual = DecoderPass(shape=QWEN3_8B, recipe=config.precision.train_recipe(), **tokens)
+    planned = update["saved activations"] + update["backward"]
+    assert actual.update(accumulated=True) <= planned
+    assert (actual.update(accumulated=True) == planned) == (num_scored == 21201)
+
+
 def test_smollm2_whose_widths_end_within_blocks():
     plan = plan_of(SMOLLM2)
     assert plan.held["FP32 masters"] == 4 * 134_515_008
