@@ -74,7 +74,8 @@ def spread_attention(
         q: [T, H, Dh] bf16, contiguous; H / Hkv at most 16.
         k, v: [slots, Hkv, Dh] bf16 or e4m3, contiguous.
         k_scale, v_scale: [slots, Hkv] fp32 powers of two; None where k and v are bf16.
-        tiles: [T, 4] int32 as `attention_kernel` takes them, a query each.
+        tiles: [T, 4] int32 as `attention_kernel` takes them, a query each. Read while the kernel ahead may still
+            run, so an earlier one wrote them: in a decode step the one ahead writes keys and values.
         factor: softmax_scale * log2(e).
         page_table: [N, pages] int, pages of each sequence in order.
         page_size: tokens in a page.

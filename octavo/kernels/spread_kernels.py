@@ -103,6 +103,7 @@ def scores_kernel(
         gl.store(scores_ptr + block * _KV_BLOCK, scores, mask=here)
         gl.store(largest_ptr + block, gl.reduce(scores, 1, larger), mask=row < GROUP)
         gl.store(unit_ptr + block, gl.max(v_scales.index(now).load(scales), 0))  # drops NaN
+    ampere.async_copy.wait_group(0)  # pages of blocks that did not come
 
 
 @gluon.jit
@@ -195,6 +196,7 @@ def values_kernel(
             total, even, odd = _add(second, total, even, odd, FP8)
         else:
             total, even, odd = _add(first, total, even, odd, FP8)
+    ampere.async_copy.wait_group(0)  # pages of blocks that did not come
 
     total = gl.sum(total, 1) * _UNIT
     row = gl.arange(0, _ROWS, by_row)
