@@ -32,6 +32,7 @@ class OffloadedMoments:
     def __init__(self, moments: Iterable[Tensor]) -> None:
         live = list(moments)
         (self._device,) = {x.device for x in live}
+        assert all(x.is_contiguous() for x in live), "a moment's bytes lie otherwise than on the host"
         self._memory = PinnedMemory(sum(tensor_bytes(x.shape, x.dtype) for x in live))
         self._places = [(x, self._memory.tensor_like(x)) for x in live]
         """Each with its bytes on the host."""

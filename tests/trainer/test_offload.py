@@ -16,6 +16,7 @@ from octavo.trainer import host_memory, loop, offload, rescue, train
 from octavo.trainer.config_file import to_dict
 from octavo.trainer.host_memory import PinnedMemory, require_room
 from octavo.trainer.interrupt import Interrupted
+from octavo.trainer.memory_held import memory_moves
 from octavo.trainer.offload import OffloadedMoments
 from octavo.trainer.optimizer import CompactAdamW, Optimizer, OptimizerConfig
 
@@ -265,6 +266,15 @@ def test_pages_that_cuda_does_not_lock_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with pytest.raises(ValueError, match=r"could not lock 512 bytes .*cudaHostRegister returned 2"):
         PinnedMemory(512)
+
+
+def test_segments_grow_and_shrink_where_memory_moves_on_a_gpu(tmp_path):
+    def moves(**settings):
+        return memory_moves(tiny_config(tmp_path, **settings))
+
+    assert not moves(device="cuda") and not moves(optimizer__offload_moments=True)
+    assert moves(device="cuda", optimizer__offload_moments=True)
+    assert moves(device="cuda", rollout__engine__lend_memory=True)
 
 
 def test_a_cpu_moves_nothing_and_says_so(tmp_path, monkeypatch, capsys):
