@@ -206,6 +206,7 @@ def describe(
     from octavo.report.flow_table import print_flow
     from octavo.trainer.config import TrainConfig
     from octavo.trainer.config_file import load_config
+    from octavo.trainer.memory import offload_lines
     from octavo.trainer.precision import declared_flow
 
     to_stdout = str(json_file) == "-"
@@ -224,7 +225,7 @@ def describe(
         print_flow(flow, settings.precision.allow_mismatch)
     if json_file is not None and not to_stdout:
         write_whole(json_file, flow.to_json())
-    for line in differing:
+    for line in [*offload_lines(settings), *differing]:
         print(line, file=sys.stderr if to_stdout else sys.stdout)
 
 

@@ -16,6 +16,7 @@ from packaging.version import Version
 from octavo.check.rows import Row, Status, size_text
 from octavo.kernels.device import CAPABILITY
 from octavo.kernels.triton_shim import HAS_TRITON
+from octavo.trainer.host_memory import memory_bytes
 
 MINIMUM = {"torch": "2.11", "transformers": "5.9"}
 """As in pyproject.toml."""
@@ -171,21 +172,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def memory_bytes() -> tuple[int, int]:
-    """Free and total bytes of main memory; the limit of a container counts where there is one."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = free = page * os.sysconf("SC_PHYS_PAGES")
-    information = Path("/proc/meminfo")
-    if information.is_file():
-        fields = dict(line.split(":", 1) for line in information.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and limit.read_text().strip().isdecimal():
-        total = min(total, int(limit.read_text()))
-        free = min(free, total - int(used.read_text()))
-    return free, total
 
 
 def driver_version() -> str | None:

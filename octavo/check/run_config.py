@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from octavo.check.back_ends import back_end_rows
-from octavo.check.machine import memory_bytes
 from octavo.check.rows import Row, Status, size_text
 from octavo.models.checkpoint import weight_files
 from octavo.models.config import DecoderConfig, read_config
@@ -28,7 +27,8 @@ from octavo.tasks.sandbox import refusal
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.errors import reason
-from octavo.trainer.memory import Planner, binary_size, planner
+from octavo.trainer.host_memory import memory_bytes, require_room
+from octavo.trainer.memory import MemoryPlan, Planner, binary_size, parts_text, planner
 from octavo.trainer.memory_advice import advice, free_bytes
 from octavo.trainer.memory_held import MemoryEstimate, linears
 from octavo.trainer.output import RunFolder
@@ -76,6 +76,8 @@ def config_rows(path: str | Path, overrides: list[str]) -> Iterator[Row]:
     yield output_row(config)
     if plan is not None:
         yield disk_row(config, plan.estimate)
+        if device_works and plan.host:
+            yield host_row(plan)
         if device_works:
             yield plan_row(config, plan_of) if plan.phases else memory_row(config, plan.estimate)
     if shape is not None and device_works and config.runs_kernels:
@@ -285,6 +287,15 @@ def plan_row(config: TrainConfig, plan_of: Planner) -> Row:
     if plan.needed_bytes > free:
         return _row("memory for the run", "FAIL", detail, advice(config, free, plan_of))
     return _row("memory for the run", "OK", detail)
+
+
+def host_row(plan: MemoryPlan) -> Row:
+    """Room in the host's memory for moments that lie there."""
+    try:
+        require_room(plan.host)
+    except UNUSABLE as error:
+        return _fail("pinned memory", error, "set offload_moments=false, or do as the error says")
+    return _row("pinned memory", "OK", f"{parts_text(plan.host)} of the host's {binary_size(memory_bytes()[0])} free")
 
 
 def _nearest_folder(path: Path) -> Path:

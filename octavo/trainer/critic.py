@@ -163,6 +163,7 @@ def learn_values(config: TrainConfig, learner: CriticLearner, mini_batches: list
             metrics |= accumulate_values(config.critic.value_clip, learner.critic, mini_batch)
             metrics |= {key.replace("optimizer/", "critic/"): x for key, x in learner.optimizer.step().items()}
             learner.critic.decoder.requantize_()
+    learner.optimizer.stow_moments()
     return metrics
 
 

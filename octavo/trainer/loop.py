@@ -115,6 +115,8 @@ def train_step(
                 for decoder in run.decoders:
                     decoder.requantize_(optimizer.update)  # the engine's bytes too
                 run.reference.follow_()
+    with clock.phase("update"):
+        optimizer.stow_moments()  # the next rollout has their memory
     progress.next_prompt += len(drawn.problems)
     if policy.recipe.static_activation_scale:
         metrics["precision/saturated_share"] = saturated_share(policy)

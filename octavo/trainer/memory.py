@@ -8,9 +8,10 @@
     update         + gradients, activations of a microbatch, what its backward holds at its widest moment
     optimizer      + gradients
 
-With `rollout.engine.lend_memory` the KV cache is the rollout's alone. The phases do not coincide, so the peak is the
-largest. A microbatch is taken to be full, of as many scored tokens as take most (lm_head keeps more for fewer of them),
-and completions to be as long as they may be.
+With `rollout.engine.lend_memory` the KV cache is the rollout's alone. With `optimizer.offload_moments` AdamW's moments
+are held from a step's first update to its last alone. The phases do not coincide, so the peak is the largest. A
+microbatch is taken to be full, of as many scored tokens as take most (lm_head keeps more for fewer of them), and
+completions to be as long as they may be.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from octavo.rollout.engine import EngineConfig
 from octavo.rollout.sampler import looks_at_host
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.critic import critic_shape
-from octavo.trainer.memory_held import MemoryEstimate, estimate_memory, kv_cache_bytes
+from octavo.trainer.memory_held import (
+    OF_CRITIC,
+    OF_POLICY,
+    MemoryEstimate,
+    estimate_memory,
+    kv_cache_bytes,
+    offloaded_bytes,
+)
 from octavo.trainer.memory_linear import FP32
 from octavo.trainer.memory_passes import DecoderPass, scored_counts
 from octavo.trainer.precision import declared_flow, rollout_shares_bytes
@@ -61,6 +69,8 @@ class MemoryPlan:
     """Phase -> what for -> bytes beside `held`. Empty where activations are not planned: on a CPU, in FP32."""
     reserve: int = LIBRARY_BYTES
     """Bytes of the device that no tensor takes: kernels, memory of CUDA graphs. The allocator's come on top."""
+    host: dict[str, int] = field(default_factory=dict)
+    """What for -> bytes of the host's memory that are pinned for it."""
 
     @property
     def totals(self) -> dict[str, int]:
@@ -94,6 +104,7 @@ class MemoryPlan:
             f"memory plan: {binary_size(peak)} at the peak, in {name} ({phases})",
             f"  at all times {binary_size(sum(self.held.values()))}: {parts_text(self.held)}; in {name} also "
             f"{parts_text(self.phases[name])}",
+            *([f"  pinned in the host's memory: {parts_text(self.host)}"] if self.host else []),
         ]
 
 
@@ -119,8 +130,9 @@ def plan_memory(
     """Arguments as of `estimate_memory`."""
     estimate = estimate_memory(config, shape, two_forwards, of_critic)
     recipes = [config.precision.train_recipe(), config.precision.rollout_recipe(), get_recipe(config.critic.recipe)]
+    host = offloaded_bytes(config, shape, of_critic)
     if not config.runs_kernels or any(recipe.high_precision == "fp32" for recipe in recipes):
-        return MemoryPlan(estimate=estimate)  # there the reference multiplies, in float64
+        return MemoryPlan(estimate=estimate, host=host)  # there the reference multiplies, in float64
     counts = TokenCounts.of(config)
     held = {name: size for name, size in estimate.parts.items() if name != "gradients" and size}
     if of_critic is not None:
@@ -144,7 +156,23 @@ def plan_memory(
                 held["rescue in BF16"] -= lent[-1]
             rollout["KV cache"] = max(lent)
     phases = {"rollout": rollout, **_passes(config, shape, of_critic, counts, estimate)}
-    return MemoryPlan(estimate=estimate, held=held, phases=phases, reserve=reserve)
+    _offload(config, host, held, phases)
+    return MemoryPlan(estimate=estimate, held=held, phases=phases, reserve=reserve, host=host)
+
+
+def _offload(
+    config: TrainConfig, host: dict[str, int], held: dict[str, int], phases: dict[str, dict[str, int]]
+) -> None:
+    """Take moments that lie on the host out of what is held at all times, into the phases that have them back."""
+    if OF_POLICY in host:
+        size = held.pop(OF_POLICY)
+        several = config.trainer.num_mini_batches > 1  # whose later passes come after the first update
+        for phase in ("shadow", "update", "optimizer") if several else ("optimizer",):
+            if phase in phases:
+                phases[phase] = {**phases[phase], OF_POLICY: size}
+    if OF_CRITIC in host:
+        held["critic"] -= host[OF_CRITIC]
+        phases["critic"][OF_CRITIC] = host[OF_CRITIC]
 
 
 def rollout_bytes(
@@ -281,6 +309,21 @@ def _batch_bytes(config: TrainConfig) -> int:
         *(config.calibration is not None,) * 2,  # the shadow's and the reference's old_logprobs
     ]
     return BATCH_BYTES + FP32 * sum(more)
+
+
+def offload_lines(config: TrainConfig) -> list[str]:
+    """For a user: what of AdamW's moments lies on the host, or that `offload_moments` moves none.
+
+    Raises:
+        ValueError: a model's config.json is missing or not supported.
+    """
+    if not (config.optimizer.offload_moments or config.critic.optimizer.offload_moments):
+        return []
+    shape, _ = read_config(config.model.path)
+    host = offloaded_bytes(config, shape, critic_shape(config, shape))
+    if host:
+        return [f"offload_moments: pinned in the host's memory but for updates: {parts_text(host)}"]
+    return [f"offload_moments=true moves nothing on device={config.device!r}: there are no moments on a GPU"]
 
 
 def parts_text(parts: dict[str, int]) -> str:

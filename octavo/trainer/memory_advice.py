@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 
 from octavo.rl.calibration_config import EMAReference, MastersReference, SnapshotReference
+from octavo.rl.gae import GAEConfig
 from octavo.rollout.vllm_config import VLLMConfig
 from octavo.trainer.config import TrainConfig
+from octavo.trainer.host_memory import memory_bytes, require_room
 from octavo.trainer.memory import MemoryPlan, Planner, binary_size, parts_text, planner
 from octavo.trainer.run import prepare_device
 
@@ -22,14 +25,15 @@ def planned(config: TrainConfig) -> MemoryPlan:
     """The plan of a run that fits its device.
 
     Raises:
-        ValueError: it does not fit: what is too large, and which keys to change; or there is no such device or model,
-            or the kernels do not run there.
+        ValueError: it does not fit: what is too large, and which keys to change; or the host has no room for moments;
+            or there is no such device or model, or the kernels do not run there.
     """
     prepare_device(config)
     plan_of = planner(config)
     plan = plan_of(config)
     if plan.phases:
         check_room(config, free_bytes(config.device), plan_of)
+    require_room(plan.host)
     return plan
 
 
@@ -63,7 +67,7 @@ def advice(config: TrainConfig, free: int, plan_of: Planner) -> str:
     chosen, least = changes_that_fit(config, free, plan_of)
     savings = []
     for key, values in options(config):
-        after = {value: plan_of(with_changes(config, {key: value})).needed_bytes for value in values}
+        after = {value: _needed(plan_of(with_changes(config, {key: value}))) for value in values}
         fitting = [value for value in values if after[value] <= free]
         value = chosen.get(key, (fitting or values[-1:])[0])
         if after[value] < needed:
@@ -84,7 +88,7 @@ def changes_that_fit(config: TrainConfig, free: int, plan_of: Planner) -> tuple[
     needed = plan_of(config).needed_bytes
     for key, values in options(config):
         for value in values:
-            after = plan_of(with_changes(config, chosen | {key: value})).needed_bytes
+            after = _needed(plan_of(with_changes(config, chosen | {key: value})))
             if needed > free and after < needed:
                 chosen, needed = chosen | {key: value}, after
     for key in list(chosen):
@@ -105,6 +109,7 @@ def options(config: TrainConfig) -> Iterator[tuple[str, list[Any]]]:
         "trainer.recompute_layers": [] if trainer.recompute_layers else [True],
         "trainer.microbatch_tokens": _halves(trainer.microbatch_tokens, longest),
         **{f"rollout.engine.{name}": values for name, values in _engine_options(config).items()},
+        **{f"{name}.offload_moments": [True] for name in _on_device(config)},
         "precision.saved_activations": ["fp8"] if recipe.quantizes and recipe.saved_activations != "fp8" else [],
         "optimizer.state_format": ["int8"] if config.optimizer.state_format == "fp32" else [],
         "optimizer.master_format": ["bf16"] if _may_round_masters(config) else [],
@@ -116,6 +121,19 @@ def options(config: TrainConfig) -> Iterator[tuple[str, list[Any]]]:
         "algorithm.kl.coefficient": [0.0] if config.algorithm.kl.coefficient > 0.0 else [],
     }
     return ((key, list(values)) for key, values in found.items() if values)
+
+
+def _needed(plan: MemoryPlan) -> int:
+    """Bytes of the device; more than any has where the host has no room for what is to lie there."""
+    return plan.needed_bytes if sum(plan.host.values()) <= memory_bytes()[0] else sys.maxsize
+
+
+def _on_device(config: TrainConfig) -> list[str]:
+    """Optimisers whose moments are on a GPU at all times."""
+    found = {"optimizer": config.optimizer}
+    if isinstance(config.algorithm.advantage, GAEConfig):
+        found["critic.optimizer"] = config.critic.optimizer
+    return [name for name, each in found.items() if config.device.startswith("cuda") and not each.offload_moments]
 
 
 def _may_round_masters(config: TrainConfig) -> bool:

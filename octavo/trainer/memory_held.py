@@ -19,6 +19,8 @@ OPERAND_BYTES = 8
 """The reference multiplies weights in float64 and keeps them ready from one optimiser step to the next. Kernels on a
 GPU read the stored bytes, or a copy with whole blocks, and for the backward a transposed one."""
 FORMAT_BYTES = {"fp8": 1, "bf16": 2, "fp32": 4}
+OF_POLICY, OF_CRITIC = "AdamW", "the critic's AdamW"
+"""Moments, in a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ def estimate_memory(
     parts = {
         f"{config.optimizer.master_format.upper()} masters": masters,
         "gradients": 4 * num_parameters,
-        "AdamW": moment_bytes(shape, config.optimizer.state_format),
+        OF_POLICY: moment_bytes(shape, config.optimizer.state_format),
         f"{train.name} bytes": forward.stored,
         "operands": forward.operands + forward.head + forward.backward,
         **engine_bytes(config, shape, rollout),
@@ -87,8 +89,8 @@ def estimate_memory(
         critic = forward_bytes(critic_shape, get_recipe(config.critic.recipe), on_gpu)
         prepared = critic.operands + critic.backward  # its head is no lm_head
         formats, vector = config.critic.optimizer, num_critic_parameters - count_parameters(critic_shape)
-        learned = master_bytes(critic_shape, formats.master_format) + moment_bytes(critic_shape, formats.state_format)
-        parts["critic"] = learned + 4 * num_critic_parameters + 12 * vector + critic.stored + prepared
+        learned = master_bytes(critic_shape, formats.master_format) + critic_moment_bytes(config, critic_shape)
+        parts["critic"] = learned + 4 * num_critic_parameters + 4 * vector + critic.stored + prepared
     high = FORMAT_BYTES[train.high_precision]
     return MemoryEstimate(
         num_parameters=num_parameters,
@@ -118,6 +120,33 @@ def moment_bytes(shape: DecoderConfig, state_format: str) -> int:
     matrices += [shape.vocab_size * shape.hidden_size] * (1 if shape.tied_embeddings else 2)
     blocks = sum(-(-count // BLOCK) for count in matrices)
     return 2 * sum(matrices) + in_fp32 * (blocks + _vectors(shape))
+
+
+def critic_moment_bytes(config: TrainConfig, critic_shape: DecoderConfig) -> int:
+    """The same of a critic, which has a vector and a number in place of lm_head."""
+    decoder = moment_bytes(replace(critic_shape, tied_embeddings=True), config.critic.optimizer.state_format)
+    return decoder + 2 * FORMAT_BYTES["fp32"] * (critic_shape.hidden_size + 1)
+
+
+def offloaded_bytes(
+    config: TrainConfig, shape: DecoderConfig, critic_shape: DecoderConfig | None = None
+) -> dict[str, int]:
+    """Moments that lie on the host but for updates, by whose they are; none where the run is on a CPU."""
+    found: dict[str, int] = {}
+    if not config.device.startswith("cuda"):
+        return found
+    if config.optimizer.offload_moments:
+        found[OF_POLICY] = moment_bytes(shape, config.optimizer.state_format)
+    if critic_shape is not None and config.critic.optimizer.offload_moments:
+        found[OF_CRITIC] = critic_moment_bytes(config, critic_shape)
+    return found
+
+
+def memory_moves(config: TrainConfig) -> bool:
+    """Whether a GPU's memory goes from one to another within a step: the KV cache's, or that of moments."""
+    engine, optimizers = config.rollout.engine, (config.optimizer, config.critic.optimizer)
+    lends = isinstance(engine, EngineConfig) and engine.lend_memory
+    return config.device.startswith("cuda") and (lends or any(each.offload_moments for each in optimizers))
 
 
 @dataclass(frozen=True, kw_only=True)

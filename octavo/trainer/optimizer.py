@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from octavo.kernels.adamw import BLOCK, FIRST, SECOND, Moment, Update, adamw_
 from octavo.rollout.counter import uniform_bits
 from octavo.trainer.divergence import Diverged
+from octavo.trainer.offload import offload
 
 MasterFormat = Literal["fp32", "bf16"]
 
@@ -43,6 +44,9 @@ class OptimizerConfig:
     master_format: MasterFormat = "fp32"
     """Of the masters of matrices: bf16 takes 2 bytes a weight for 4, rounded stochastically after each update. The mean
     update is FP32's, the single weight moves by whole BF16 steps. Gradients stay FP32."""
+    offload_moments: bool = False
+    """Keep both moments in pinned memory of the host but for the updates, before which they are copied back: their
+    memory on the GPU is then the rollout's. Changes no number, and on a CPU nothing at all."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "adam_eps", "weight_decay", "warmup_steps"):
@@ -157,6 +161,9 @@ class Optimizer:
         ]
         betas = (config.beta1, config.beta2)
         self.adamw = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=fused)
+        self.offloaded = None
+        if config.offload_moments:
+            self.offloaded = offload({name: x for name, x in self.moments().items() if not name.endswith(".step")})
 
     def step(self) -> dict[str, float]:
         """Clip the gradients, update the masters, clear the gradients.
@@ -177,6 +184,8 @@ class Optimizer:
         lr = self.config.lr_at(self.update, self.num_updates)
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        if self.offloaded is not None:
+            self.offloaded.to_device()
         self.adamw.step()
         broken = self.compact.step(lr, self.update + 1, clip)
         if broken.logical_or(~self._norm(self.by_torch).isfinite()):  # one wait for the device
@@ -190,6 +199,11 @@ class Optimizer:
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
         self._clear_gradients()
         return {"optimizer/grad_norm": norm.item(), "optimizer/lr": 0.0}
+
+    def stow_moments(self) -> None:
+        """A step's updates are over: where the config says so, the moments go to the host, until `step` needs them."""
+        if self.offloaded is not None:
+            self.offloaded.to_host()
 
     def _clear_gradients(self) -> None:
         for parameter in self.parameters.values():
@@ -209,10 +223,12 @@ class Optimizer:
         """Go on from `update`, with the masters and moments that were copied in; gradients of a broken step go."""
         self.update = update
         self._clear_gradients()
+        self.stow_moments()
 
     def moments(self) -> dict[str, Tensor]:
         """The live moments and step counts of AdamW, as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`.
 
+        On the device or the host, wherever they lie now; the same bytes in either place.
         Before the first update torch's are made here, as the zeros that AdamW starts from. Those of `CompactAdamW` have
         scales in place of a step.
         """

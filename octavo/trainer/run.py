@@ -31,6 +31,7 @@ from octavo.tasks.verifiers import VerifierPool
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.errors import reason
 from octavo.trainer.interrupt import Interrupts
+from octavo.trainer.memory_held import memory_moves
 from octavo.trainer.metrics import Display
 from octavo.trainer.optimizer import Optimizer
 from octavo.trainer.precision import check_live, declared_flow, flow_lines, rollout_shares_bytes
@@ -148,7 +149,7 @@ def load_run(config: TrainConfig, display: Display, vllm: VLLMFactory | None = N
     flow.check(config.precision.allow_mismatch)
     tokenizer = load_tokenizer(config.model.path)
     task, train_problems, benchmarks = load_problems(config, tokenizer, display)
-    if isinstance(config.rollout.engine, EngineConfig) and config.rollout.engine.lend_memory:
+    if memory_moves(config):
         expand_segments()
     policy = load_decoder(
         config.model.path,

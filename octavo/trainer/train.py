@@ -20,6 +20,7 @@ from octavo.trainer.divergence import Diagnosed, Diverged, StepRecord, save_diag
 from octavo.trainer.evaluation import evaluate
 from octavo.trainer.interrupt import Interrupted, StopRequested
 from octavo.trainer.loop import train_step
+from octavo.trainer.memory import offload_lines
 from octavo.trainer.memory_advice import planned
 from octavo.trainer.metrics import Display, StepClock
 from octavo.trainer.output import RunFolder
@@ -61,7 +62,7 @@ def train(
             folder.check(config)
         plan = planned(config)
         run = load_run(config, display, vllm)
-        for line in plan.lines():
+        for line in plan.lines() or offload_lines(config):
             display.line(line)
         run.check_problems()
         run.check_rewards()

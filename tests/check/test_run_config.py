@@ -20,6 +20,7 @@ from octavo.kernels.device import choose_kernels, runs_kernels
 from octavo.models.config import read_config
 from octavo.numerics.recipe import get_recipe
 from octavo.rollout.vllm_config import VLLMConfig
+from octavo.trainer import host_memory
 from octavo.trainer import run as training_run
 from octavo.trainer.memory import binary_size
 
@@ -139,6 +140,20 @@ def test_little_memory_and_disk(tmp_path, monkeypatch):
     assert check(tmp_path)["memory for the run"].status == "WARN"
     monkeypatch.setattr("octavo.trainer.output.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10**6}))
     assert check(tmp_path)["disk"].status == "FAIL"
+
+
+@pytest.mark.parametrize("free, status", [(2**31, "OK"), (10**6, "FAIL")])
+def test_moments_on_the_host_are_held_against_its_memory(free, status, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_config, "prepare_device", lambda config: None)
+    monkeypatch.setattr(run_config, "free_bytes", lambda device: 2**31)
+    monkeypatch.setattr(run_config, "back_end_rows", lambda *_: iter(()))
+    for module in (run_config, host_memory):
+        monkeypatch.setattr(module, "memory_bytes", lambda: (free, 2**40))
+    assert "pinned memory" not in check(tmp_path, "device=cuda")
+    rows = check(tmp_path, "device=cuda", "optimizer.offload_moments=true")
+    row = rows["pinned memory"]
+    assert row.status == status and "AdamW" in row.detail and str(free) * (status == "FAIL") in row.detail
+    assert "pinned in the host's memory: AdamW" in rows["memory for the run"].detail
 
 
 @pytest.mark.parametrize("free, status", [(2**31, "OK"), (10**9, "FAIL")])

@@ -145,6 +145,63 @@ def test_a_lent_cache_is_planned_for_the_rollout_alone():
     assert kept.totals["rollout"] - lent.totals["rollout"] == cache
 
 
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_moments_on_the_host_are_planned_from_the_first_update_on(num_mini_batches):
+    trainer = {"num_mini_batches": num_mini_batches, "shadow_interval": 1}
+    settings = {"trainer": trainer, "calibration": None, "rollout": {"engine": {"lend_memory": True}}}
+    kept, moved = (plan_of(QWEN3_8B, **settings, optimizer={"offload_moments": each}) for each in (False, True))
+    moments = 8 * 8_190_735_360
+    assert kept.held["AdamW"] == moments and not kept.host and moved.host == {"AdamW": moments}
+    assert moved.held == {name: size for name, size in kept.held.items() if name != "AdamW"}
+    less = {name: kept.totals[name] - moved.totals[name] for name in kept.totals}
+    later = 0 if num_mini_batches == 2 else moments  # a single pass comes before the only update
+    wanted = {"rollout": moments, "old_logprobs": moments, "shadow": later, "update": later, "optimizer": 0}
+    assert less == wanted and kept.estimate == moved.estimate and kept.reserve == moved.reserve
+    assert moved.lines()[-1] == "  pinned in the host's memory: AdamW 61.03 GiB" and len(kept.lines()) == 2
+    compact = plan_of(QWEN3_8B, optimizer={"offload_moments": True, "state_format": "int8"})
+    assert 2 * 8_190_735_360 < compact.host["AdamW"] < 2.1 * 8_190_735_360
+    on_cpu = plan_of(QWEN3_8B, device="cpu", optimizer={"offload_moments": True})
+    assert not on_cpu.host and not on_cpu.phases
+
+
+@pytest.mark.parametrize(
+    "formats, num_mini_batches, needed, fitting",
+    [
+        ({"master_format": "bf16"}, 1, (167.0, 129.7), (None, 1_400_000)),
+        ({"state_format": "int8", "master_format": "bf16"}, 1, (119.2, 102.9), (1_180_000, 1_400_000)),
+        ({"state_format": "int8", "master_format": "bf16"}, 2, (119.2, 119.2), (1_180_000, 1_400_000)),
+        ({"state_format": "int8"}, 2, (135.2, 135.2), (960_000, 1_180_000)),
+    ],
+)
+def test_qwen3_8b_with_its_moments_on_the_host(formats, num_mini_batches, needed, fitting):
+    """As in docs/memory.md."""
+    trainer = {"num_mini_batches": num_mini_batches}
+
+    def needed_gib(offloads, tokens=300_000):
+        rollout = {"prompts_per_step": 64, "engine": {"kv_cache_tokens": tokens, "lend_memory": True}}
+        optimizer = {**formats, "offload_moments": offloads}
+        plan = plan_of(QWEN3_8B, rollout=rollout, optimizer=optimizer, calibration=None, trainer=trainer)
+        return plan.needed_bytes / GIB
+
+    assert [needed_gib(False), needed_gib(True)] == pytest.approx(needed, abs=0.05)
+    for offloads, tokens in zip((False, True), fitting, strict=True):
+        if tokens is not None:
+            assert needed_gib(offloads, tokens) <= 139.8 < needed_gib(offloads, tokens + 20_000)
+
+
+def test_a_critics_moments_on_the_host_are_planned_for_its_phase():
+    def judged(offloads):
+        critic = {"recipe": "bf16", "optimizer": {"offload_moments": offloads}}
+        config = from_dict(TrainConfig, {**BASE, "algorithm": GAE, "critic": critic}, "test")
+        return plan_memory(config, SMOLLM2, False, SMOLLM2)
+
+    kept, moved = judged(False), judged(True)
+    moments = 8 * (134_515_008 + 577)
+    assert moved.host == {"the critic's AdamW": moments} and not kept.host
+    less = {name: kept.totals[name] - moved.totals[name] for name in kept.totals}
+    assert less.pop("critic") == 0 and set(less.values()) == {moments} and "rollout" in less
+
+
 @pytest.mark.parametrize(
     "formats, tokens, kept, lent",
     [

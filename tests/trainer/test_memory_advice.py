@@ -9,12 +9,12 @@ from training_runs import TINY_MODEL, tiny_config, train_quietly
 from transformers import Qwen3Config
 
 from octavo import cli
-from octavo.trainer import memory_advice, train
+from octavo.trainer import host_memory, memory_advice, train
 from octavo.trainer import run as training_run
 from octavo.trainer.config import TrainConfig
 from octavo.trainer.config_file import load_config
 from octavo.trainer.memory import GIB, binary_size, planner
-from octavo.trainer.memory_advice import changes_that_fit, check_room, options, with_changes
+from octavo.trainer.memory_advice import changes_that_fit, check_room, options, planned, with_changes
 
 LARGE = {
     "kl": "algorithm={kl: {coefficient: 1e-3}}",
@@ -109,6 +109,23 @@ def test_advice_never_leads_to_a_config_that_is_refused(tmp_path):
     assert "rollout.engine.lend_memory" not in found, "on a CPU"
     done = with_changes(config, {"trainer.microbatch_tokens": 2048, "trainer.recompute_layers": True})
     assert not {"trainer.microbatch_tokens", "trainer.recompute_layers"} & dict(options(done)).keys()
+
+
+def test_moments_are_advised_onto_a_host_that_has_room(config_file, monkeypatch):
+    config = load_config(TrainConfig, config_file, ["trainer.num_mini_batches=1", "calibration=null"])
+    needs, key = planner(config)(config).estimate.parts["AdamW"], "optimizer.offload_moments=true"
+    moved = load_config(TrainConfig, config_file, [key])
+    monkeypatch.setattr(memory_advice, "prepare_device", lambda config: None)
+    monkeypatch.setattr(memory_advice, "free_bytes", lambda device: 100 * GIB)
+    for free in (needs, needs - 1):
+        for module in (memory_advice, host_memory):
+            monkeypatch.setattr(module, "memory_bytes", lambda free=free: (free, 2**40))
+        message = refusal(config, 4 * GIB)
+        if free == needs:
+            assert f"{key} saves 1.71 GiB" in message and planned(moved).host == {"AdamW": needs}
+    assert key not in message
+    with pytest.raises(ValueError, match=rf"offload_moments=true needs {needs} bytes of the host's memory \(AdamW"):
+        planned(moved)
 
 
 def test_training_stops_before_anything_is_read(tmp_path, monkeypatch):
