@@ -125,7 +125,7 @@ def save_diagnosis(run_folder: Path, error: Diverged, record: StepRecord, contex
 
 def _tensors(mini_batch: MiniBatch) -> dict[str, Tensor]:
     return {
-        f"microbatch_{index}.{entry.name}": tensor.detach().cpu().contiguous()
+        f"microbatch_{index}.{entry.name}": tensor.detach().cpu().contiguous().clone()  # no two share memory
         for index, microbatch in enumerate(mini_batch.microbatches)
         for entry in fields(microbatch)
         if (tensor := getattr(microbatch, entry.name)) is not None
