@@ -106,8 +106,8 @@ def test_spread_decode_in_the_interpreter():
     interpreted(
         "from attention_checks import *\n"
         "for kv_format in ('bf16', 'fp8'):\n"
-        "    check_spread(problem([200, 64, 3], (4, 2, 64), kv_format, 16), [199, 63, 2])\n"
-        "    check_spread(problem([330, 130], (6, 1, 24), kv_format, 8), [329, 127])\n"
+        "    check_spread(problem([130, 64, 3], (2, 1, 64), kv_format, 16), [129, 63, 2])\n"
+        "check_spread(problem([70, 66], (6, 1, 24), 'bf16', 8), [69, 63])\n"
     )
 
 
