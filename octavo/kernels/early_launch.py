@@ -49,7 +49,7 @@ def early_launch(x: Tensor, allowed: bool = True) -> dict[str, Any]:
 
 @triton.jit
 def begin(EARLY: tl.constexpr):
-    """Comes before whatever a kernel reads or writes in global memory.
+    """Comes before whatever a kernel writes in global memory, and reads but for what the head of this file names.
 
     In this order: a kernel of the ordinary kind has let this one start as it ended, its writes perhaps still on their
     way, and if they are a weight, the product after this one is not to see less of them.
